@@ -263,7 +263,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
     json_file = file.text(f"{_IN_DEEPSPEED}deepspeed_config_file", "engine.config")
     if json_file is not None:
         return _from_file(file, config, path, json_file, experts)
-    if init and stage != 3:
+    if init and stage != 3 and (stage is not None or not file.has(f"{_IN_DEEPSPEED}zero_stage")):
         file.without_effect(f"{_IN_DEEPSPEED}zero3_init_flag", f"it is for stage 3, and zero_stage is {stage or 2}")
     engine = DeepSpeed(
         stage=2 if stage is None else stage,
@@ -283,6 +283,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
 
 def _device(file: Foreign, what: str) -> Device | None:
     path = f"{_IN_DEEPSPEED}offload_{what}_nvme_path"
+    file.means(path, f"engine.config.zero_optimization.offload_{what}.nvme_path")
     if file.text(path) not in (None, "none"):
         file.raw(path, "engine.config")
     word = file.word(f"{_IN_DEEPSPEED}offload_{what}_device", _DEVICES, f"engine.offload_{what}")

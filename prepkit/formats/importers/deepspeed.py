@@ -81,7 +81,7 @@ def _global_batch(file: Foreign) -> int | None:
     micro batch, which needs nothing of prepkit.
     """
     whole, micro = file.raw("train_batch_size"), file.raw("train_micro_batch_size_per_gpu")
-    if type(whole) is not int or type(micro) is not int or whole < 1 or micro < 1:
+    if type(whole) is not int or type(micro) is not int or whole < 1 or micro < 1 or whole % micro:
         return None
     file.raw("train_batch_size", "global_batch")
     return whole

@@ -388,6 +388,8 @@ def _elsewhere(name: str) -> str:
     """Why a path cannot be followed on this machine; empty: it can, and leads to nothing."""
     if "$" in name:
         return "is known when it runs"
+    if not any(letter in name for letter in "./\\"):
+        return "is no path, and may be a name that the script knows"
     try:
         known = not Path(name).is_absolute() or Path(name).parent.is_dir()
     except (OSError, ValueError):

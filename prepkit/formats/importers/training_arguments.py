@@ -416,7 +416,9 @@ def _renamed(file: Foreign, words: list[Any], named: dict[str, Any], typed: dict
             named["fsdp_offload_params"] = True
             typed["fsdp_config.fsdp_offload_params"] = "fsdp"
         elif word != "auto_wrap":
-            file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", "Write fsdp: true.")
+            meant = near(word, (*_LEGACY, "offload", "auto_wrap"), 1)
+            fix = f"Write {meant[0]} in its place." if meant else "Write fsdp: true."
+            file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", fix)
     if (offload := named.pop("fsdp_cpu_offload", None)) is not None:
         named["fsdp_offload_params"] = offload
         typed["fsdp_config.fsdp_offload_params"] = typed["fsdp_config.fsdp_cpu_offload"]

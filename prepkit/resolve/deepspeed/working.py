@@ -15,7 +15,7 @@ from prepkit.config.precision import PRECISIONS, as_typed
 from prepkit.facts import Facts
 from prepkit.resolve.deepspeed import optimizer as tools
 from prepkit.resolve.deepspeed.arguments import arguments
-from prepkit.resolve.deepspeed.batch import batches
+from prepkit.resolve.deepspeed.batch import batches, whole_batch
 from prepkit.resolve.deepspeed.data import (
     DEFAULT_STAGE,
     NotJsonError,
@@ -104,6 +104,7 @@ def as_written(cfg: Config, facts: Facts) -> tuple[Draft, int]:
     tidy(draft)
     within_limits(draft)
     arguments(draft)
+    whole_batch(draft)
     _turned_off(draft)
     return draft, _stage(draft)
 

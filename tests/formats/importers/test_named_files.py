@@ -33,6 +33,7 @@ _NAMING = {
         ("../conf/ds.json", "import.missing-file", True),
         ("/nfs/of-the-cluster/ds.json", "import.elsewhere", False),
         ("$SHARED/ds.json", "import.elsewhere", False),
+        ("zero3", "import.elsewhere", False),  # of ms-swift, which brings files of its own
     ],
 )
 def test_a_file_that_a_config_names_and_is_not_there_is_wrong(

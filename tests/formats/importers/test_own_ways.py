@@ -59,3 +59,47 @@ def test_a_copy_for_each_machine_of_one_is_one_copy(asked: str, machines: int, s
 def test_a_library_names_the_rules_whose_harm_it_keeps_away(text: str, rules: set[str], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
     assert set(import_config(tmp_path / "a.yaml").seen_to) == rules
+
+
+_ZERO = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: "
+_AXIS = "parallelism_config_"
+_FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fix"),
+    [
+        (
+            "a.yaml",
+            f"{_ZERO}{{zero_stage: 2, offload_optimizer_device: nvme}}\n",
+            "Write `deepspeed_config.offload_optimizer_nvme_path` with a folder on that drive.",
+        ),
+        (
+            "a.yaml",
+            f"{_ZERO}{{zero_stage: 2, offload_param_device: cpu}}\n",
+            "Write zero_stage: 3 or higher, or leave offload_param out.",
+        ),
+        ("a.yaml", f"{_ZERO}{{zero_stage: three, zero3_init_flag: true}}\n", "Write a number."),
+        (
+            "a.yaml",
+            "distributed_type: MULTI_CPU\nnum_processes: 8\nmixed_precision: fp16\n",
+            "Write mixed_precision: bf16 or mixed_precision: 'no'.",
+        ),
+        (
+            "a.yaml",
+            f"{_FSDP}parallelism_config: {{{_AXIS}dp_replicate_size: 2, {_AXIS}dp_shard_size: 3}}\n",
+            "Write dp_replicate_size: 2 with dp_shard_size: 4 or ",
+        ),
+        (
+            "a.json",
+            '{"zero_optimization": {"stage": 1}, "gradient_clipping": -1.0}',
+            'Write a limit above 0, such as "gradient_clipping": 1.0, or 0.0 for none.',
+        ),
+        ("a.toml", "[training]\nmax_norm = -1.0\n", "Write a limit above 0, such as training.max_norm = 1.0."),
+        ("b.yaml", "output_dir: x\nmax_steps: 9\nfsdp: full_shrad\n", "Write full_shard in its place."),
+    ],
+)
+def test_a_fix_is_what_is_typed_in_the_file(name: str, text: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    (found,) = json.loads(run("check", str(tmp_path / name), "--json").stdout)["findings"]
+    assert found["fix"].startswith(fix)
