@@ -36,7 +36,6 @@ from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import (
     deepspeed,
     fsdp,
-    of_one_machine,
     say_of_other_types,
     say_places,
     weights,
@@ -182,7 +181,7 @@ def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, prec
         case "NO":
             return Single()
         case "FSDP":
-            return of_one_machine(file, fsdp(file, precision))
+            return fsdp(file, precision)
         case "XLA" | "TPU":
             return XLA()
         case "TP":

@@ -63,11 +63,12 @@ def fsdp(file: Foreign, precision: Precision) -> FSDP1 | FSDP2:
     return evolve(_first(file), buffer_dtype=None if precision is None else precision.reduce_dtype)
 
 
-def of_one_machine(file: Foreign, engine: FSDP1 | FSDP2) -> FSDP1 | FSDP2:
-    """A copy per machine, where there is one machine: its ranks shard it, and torch averages over a group of one."""
-    if isinstance(engine, FSDP1) and (file.whole("num_machines") or 1) == 1 and file.whole("num_processes"):
-        return evolve(engine, sharding=_ONE_COPY.get(engine.sharding, engine.sharding))
-    return engine
+def _sharding(file: Foreign) -> Sharding:
+    """The strategy; a copy per machine, where there is one machine, is one copy: torch averages over a group of one."""
+    asked = cast("Sharding", file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding"))
+    started, machines = file.data.get("num_processes"), file.data.get("num_machines")
+    alone = file.kind == "accelerate" and started is not None and machines in (None, 1, "1")
+    return (_ONE_COPY.get(asked, asked) if alone else asked) or "FULL_SHARD"
 
 
 _ONE_COPY: dict[Sharding, Sharding] = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
@@ -112,7 +113,7 @@ def _wrap(file: Foreign) -> Wrap:
 
 
 def _first(file: Foreign) -> FSDP1:
-    strategy = file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding") or "FULL_SHARD"
+    strategy = _sharding(file)
     reshard = f"{_IN_FSDP}fsdp_reshard_after_forward"
     if file.has(reshard):
         file.without_effect(reshard, "FSDP of version 1 reads fsdp_sharding_strategy in its place", "Remove it.")
@@ -128,7 +129,7 @@ def _first(file: Foreign) -> FSDP1:
     sync = file.flag(f"{_IN_FSDP}fsdp_sync_module_states", "engine.sync_module_states")
     return FSDP1(
         wrap=_wrap(file),
-        sharding=cast("Sharding", strategy),
+        sharding=strategy,
         offload=file.flag(f"{_IN_FSDP}fsdp_offload_params", "engine.offload") or False,
         backward_prefetch=prefetch or "NO_PREFETCH",  # type: ignore[arg-type]
         forward_prefetch=forward or False,

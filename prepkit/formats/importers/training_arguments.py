@@ -345,6 +345,9 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     sent = inner.flag(f"{_HERE}cpu_ram_efficient_loading", "weights")
     checkpointed = inner.flag(f"{_HERE}activation_checkpointing", "checkpointing")
     offloaded = inner.flag(f"{_HERE}activation_checkpointing_offload", "checkpointing.offload") or False
+    if checkpointed and config.checkpointing is not None and file.kind == "transformers":
+        what = "blocks are checkpointed by the model too (gradient_checkpointing): the Trainer refuses to start"
+        inner.error("contradiction", f"{_HERE}activation_checkpointing", what, "Keep one of them.", misread=False)
     inner.launching(f"{_HERE}final_state_dict_type")
     file.covered("fsdp_config")
     inner.say_unknown()

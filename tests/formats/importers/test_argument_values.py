@@ -48,6 +48,11 @@ LAUNCH = "distributed_type: MULTI_GPU\nnum_processes: 8\n"
             "contradiction",
             "Write save_strategy: epoch.",
         ),
+        (
+            f"{TRAINER}gradient_checkpointing: true\nfsdp: true\nfsdp_config: {{activation_checkpointing: true}}",
+            "contradiction",
+            "Keep one of them.",
+        ),
         (f"{LLAMA}per_device_train_batch_size: 0", "wrong-value", "Write 1 or more."),
         (f"{LLAMA}finetuning_type: fulll", "wrong-value", "Write full."),
         (f"{LLAMA.replace('sft', 'stf')}", "wrong-value", "Write sft."),
