@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve
 
+from prepkit.codec.text import shown
 from prepkit.config import (
     BF16,
     DDP,
@@ -32,6 +33,7 @@ from prepkit.config import (
     Weights,
 )
 from prepkit.facts.env import MOST_RANKS
+from prepkit.findings.text import near
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -208,11 +210,20 @@ def _every(file: Foreign) -> int | None:
     return max(every or 1, 1)
 
 
+_PARTS = ("model", "loss")
+"""What torchtitan compiles."""
+
+
 def _compile(file: Foreign) -> CompileBlocks | None:
     older = file.flag("training.compile", *(("compile",) if file.raw("training.compile") else ()))
     on = file.flag("compile.enable", *(("compile",) if file.raw("compile.enable") else ()))
     parts = file.names("compile.components", "compile")
     backend = file.text("compile.backend", "compile.backend")
+    for part in parts or ():
+        if part not in _PARTS:
+            meant = near(part, _PARTS, 1) or _PARTS
+            what = f"{shown(part)} is none of {', '.join(_PARTS)}, and torchtitan would compile nothing for it"
+            file.error("wrong-value", "compile.components", what, f"Write {' or '.join(meant)} in its place.")
     if not (older or on) or (parts is not None and "model" not in parts):
         return None
     if parts is not None and "loss" in parts:

@@ -147,6 +147,7 @@ def test_the_accumulation_of_a_global_batch_is_left_to_the_ranks_where_the_file_
         ('[optimizer]\nname = "1"', "Write one of AdamW, Adam."),
         ('[training]\nenable_cpu_offload = "true"', "Write true without quotes."),
         ('[training]\nmixed_precision_param = "BFLOAT16"', "Write 'bfloat16'."),
+        ('[compile]\nenable = true\ncomponents = ["modle"]', "Write model in its place."),
     ],
 )
 def test_values_are_taken_as_they_are_typed(tmp_path: Path, text: str, said: str) -> None:
