@@ -170,7 +170,7 @@ FILES: tuple[Rule, ...] = (
         id="import.contradiction",
         summary="No two keys of an imported config say different things of one setting.",
         fix="Keep one of them.",
-        milder="where that library goes on with a rounded number of processes",
+        milder="where that library goes on all the same",
     ),
     _import(
         id="import.elsewhere",

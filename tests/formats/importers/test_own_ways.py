@@ -95,6 +95,12 @@ _FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
             '{"zero_optimization": {"stage": 1}, "gradient_clipping": -1.0}',
             'Write a limit above 0, such as "gradient_clipping": 1.0, or 0.0 for none.',
         ),
+        (
+            "a.json",
+            '{"bf16": {}, "zero_optimization": {"stage": 1}, '
+            '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}}',
+            "Write the steps of the whole run.",
+        ),
         ("a.toml", "[training]\nmax_norm = -1.0\n", "Write a limit above 0, such as training.max_norm = 1.0."),
         ("b.yaml", "output_dir: x\nmax_steps: 9\nfsdp: full_shrad\n", "Write full_shard in its place."),
     ],
