@@ -62,6 +62,7 @@ def test_a_library_names_the_rules_whose_harm_it_keeps_away(text: str, rules: se
 
 
 _ZERO = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: "
+_FALLING = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
 _AXIS = "parallelism_config_"
 _FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
 
@@ -97,8 +98,7 @@ _FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
         ),
         (
             "a.json",
-            '{"bf16": {}, "zero_optimization": {"stage": 1}, '
-            '"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}}',
+            json.dumps({"zero_optimization": {"stage": 1}, "scheduler": _FALLING}),
             "Write the steps of the whole run.",
         ),
         ("a.toml", "[training]\nmax_norm = -1.0\n", "Write a limit above 0, such as training.max_norm = 1.0."),
