@@ -36,7 +36,8 @@ def parse_bytes(text: str | int) -> int:
 
 
 _MOST_BYTES = 2**62
-_MOST_RANKS = 2**31 - 1
+MOST_RANKS = 2**31 - 1
+"""Processes of the largest job that torch can number."""
 
 
 def _shown(value: object) -> str:
@@ -69,10 +70,10 @@ def _pairs(value: Any) -> bool:
     )
 
 
-_SIZE = _of("a whole number of processes, such as world_size=8", _whole(-_MOST_RANKS, _MOST_RANKS))
+_SIZE = _of("a whole number of processes, such as world_size=8", _whole(-MOST_RANKS, MOST_RANKS))
 _PER_NODE = _of(
     "a whole number of at least 1, such as per_node=8, or None",
-    lambda value: value is None or _whole(1, _MOST_RANKS)(value),
+    lambda value: value is None or _whole(1, MOST_RANKS)(value),
 )
 _MEMORY = _of("bytes, such as memory='80GiB'", lambda value: value is None or _whole(0, _MOST_BYTES)(value))
 _HOST = _of("bytes, such as host_memory='384GB'", lambda value: value is None or _whole(0, _MOST_BYTES)(value))

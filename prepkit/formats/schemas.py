@@ -8,6 +8,7 @@ from typing import Any
 from prepkit.codec import FORMAT, KIND, files
 from prepkit.codec.schema import DRAFT, schema_of
 from prepkit.config import Config
+from prepkit.facts.env import MOST_RANKS
 from prepkit.findings import Finding
 from prepkit.formats.importers.accelerate import TYPES, asked_for
 from prepkit.formats.importers.accelerate_engines import STRATEGIES
@@ -224,14 +225,15 @@ def _asked(name: str, way: tuple[str, ...], *, free: bool) -> dict[str, Any]:
             three = {"type": "array", "minItems": 3, "maxItems": 3, "items": {"type": "boolean"}}
             return {"anyOf": [{"type": "null"}, three, {"type": "string", "pattern": "^[^,]*,[^,]*,[^,]*$"}]}
         case _, "num_processes":
-            counted = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": -1}]}
+            counted = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MOST_RANKS}, {"const": -1}]}
             return {"anyOf": [{"type": "null"}, counted, {"type": "string", "pattern": _TEXTS["positive"]}]}
         case "flag", "fsdp_reshard_after_forward":
             return {"anyOf": [_flag(), {"type": "string", "pattern": f"^({'|'.join(map(_any_case, STRATEGIES))})$"}]}
         case "flag", _:
             return _flag()
         case "whole", _ if least is not None:
-            number = {"type": "integer", "minimum": least}
+            counts = name == "num_machines" or name.startswith("parallelism_config_")
+            number = {"type": "integer", "minimum": least} | ({"maximum": MOST_RANKS} if counts else {})
             return {"anyOf": [{"type": "null"}, number, {"type": "string", "pattern": _TEXTS["positive"]}]}
         case "whole" | "number", _:
             kind = {"whole": "integer", "number": "number"}[way[0]]

@@ -18,7 +18,10 @@ from prepkit.resolve.placements import CAST
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Check, Hit, Rule, options, under, with_engine
 
-TEXT = ("not-json", "removed-key", "unknown-key", "wrong-type", "wrong-value", "no-stage", "stage", "turned-off")
+TEXT = (
+    *("not-json", "removed-key", "unknown-key", "missing-key", "wrong-type", "wrong-value", "no-stage", "stage"),
+    *("turned-off", "unknown-type", "removed-type"),
+)
 """Rules about the user's JSON as it is written: no fact is read for them, so that none can be missing."""
 
 
@@ -187,6 +190,14 @@ RULES: tuple[Rule, ...] = (
         source=("pain 24", "DP-20"),
     ),
     Rule(
+        id="deepspeed.missing-key",
+        summary="What a schedule or an optimizer of the DeepSpeed config cannot be made without is there.",
+        check=flaws("missing-key"),
+        fix="Write the key.",
+        overridable=False,
+        source=("deepspeed/runtime/lr_schedules.py",),
+    ),
+    Rule(
         id="deepspeed.wrong-type",
         summary="Every value of the DeepSpeed config has the type that DeepSpeed expects.",
         check=flaws("wrong-type"),
@@ -335,7 +346,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="deepspeed.tensor-parallel",
-        summary="The tensor-parallel size divides the world size.",
+        summary="The tensor-parallel size, and that of a group of ZeRO++, divide the world size.",
         check=flaws("tensor-parallel"),
         fix="Write a size that divides the world size.",
         overridable=False,

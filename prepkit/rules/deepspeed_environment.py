@@ -180,12 +180,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="deepspeed.unknown-type",
-        summary="The optimizer and scheduler sections name types that DeepSpeed knows.",
-        lawful="another release may know it",
+        summary="The optimizer and scheduler sections name types that DeepSpeed or torch has.",
         check=flaws("unknown-type"),
         fix="Write a type that it knows.",
         overridable=False,
         source=("deepspeed/runtime/engine.py _configure_basic_optimizer", "pain 24"),
+    ),
+    Rule(
+        id="deepspeed.removed-type",
+        summary="The optimizer section names no type that DeepSpeed has removed.",
+        lawful="an older release has it",
+        check=flaws("removed-type"),
+        fix="Write AdamW, or install a DeepSpeed that still has it.",
+        overridable=False,
+        source=("deepspeed/runtime/engine.py _configure_basic_optimizer",),
     ),
     Rule(
         id="deepspeed.schedule-alone",

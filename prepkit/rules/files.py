@@ -176,13 +176,18 @@ FILES: tuple[Rule, ...] = (
         id="import.contradiction",
         summary="No two keys of an imported config say different things of one setting.",
         fix="Keep one of them.",
-        milder="where that library goes on with a rounded number of processes",
+        milder="where that library goes on all the same",
+    ),
+    _import(
+        id="import.elsewhere",
+        summary="A file that an imported config points to lies where it can be read.",
+        fix="Check it where it runs, or give the path of a copy that is here.",
+        lawful="the file may lie where it runs",
     ),
     _import(
         id="import.missing-file",
         summary="A file that an imported config points to is there.",
         fix="Give its path, from where you are or from the file that points to it.",
-        lawful="the file may lie where it runs",
     ),
     _import(
         id="import.no-effect",

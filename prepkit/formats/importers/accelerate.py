@@ -33,7 +33,13 @@ from prepkit.config import (
     TransformerEngine,
 )
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.accelerate_engines import deepspeed, fsdp, say_of_other_types, weights
+from prepkit.formats.importers.accelerate_engines import (
+    deepspeed,
+    fsdp,
+    say_of_other_types,
+    say_places,
+    weights,
+)
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -129,6 +135,7 @@ def understand(file: Foreign, path: str) -> Imported:
         fix = f"Write one of {', '.join(TYPES)}."
         file.error("wrong-value", "distributed_type", "accelerate needs it in every config file", fix)
     kind = file.word("distributed_type", TYPES, "engine") or "NO"
+    say_places(file)
     file.launching(*LAUNCHING)
     for section, readers in _ELSEWHERE.items():
         if kind not in readers and file.section(section):
@@ -223,7 +230,7 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
         return TorchAO()
     if not file.section(here):
         what = "accelerate takes the first library that it finds installed; the plan is for torchao"
-        file.warn("no-effect", here, what, "Write fp8_config with backend: TE, AO or MSAMP.")
+        file.warn("asks-machine", here, what, "Write fp8_config with backend: TE, AO or MSAMP.")
         return TorchAO()
     at = "precision.backend"
     backend = file.word(f"{here}.backend", ("TE", "MSAMP", "AO"), at)
@@ -334,7 +341,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
 
 def processes(file: Foreign, kind: str) -> tuple[int | None, int]:
     """Return how many processes are started in all, None where the file does not say, and on how many machines."""
-    world, machines = file.whole("num_processes"), file.whole("num_machines")
+    world, machines = (file.count(name, misread=False) for name in ("num_processes", "num_machines"))
     file.declared |= {"num_processes", "num_machines"}
     if world is not None and world < 1 and world != -1:  # which is how accelerate's class says that it is not said
         file.error("wrong-value", "num_processes", f"{world} processes prepare nothing", "Write 1 or more.")
@@ -378,7 +385,7 @@ def mesh_of(file: Foreign, kind: str) -> Mesh | None:
 
 def _size(file: Foreign, name: str) -> int:
     """Ranks along an axis. accelerate works none of them out (PC-2)."""
-    size = file.whole(name)
+    size = file.count(name)
     if size is not None and size < 1:
         file.error("wrong-value", name, f"accelerate takes 1 or more, and this is {size}", "Write the number of ranks.")
     return 1 if size is None else size

@@ -63,6 +63,17 @@ def fsdp(file: Foreign, precision: Precision) -> FSDP1 | FSDP2:
     return evolve(_first(file), buffer_dtype=None if precision is None else precision.reduce_dtype)
 
 
+def _sharding(file: Foreign) -> Sharding:
+    """The strategy; a copy per machine, where there is one machine, is one copy: torch averages over a group of one."""
+    asked = cast("Sharding", file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding"))
+    started, machines = file.data.get("num_processes"), file.data.get("num_machines")
+    alone = file.kind == "accelerate" and started is not None and machines in (None, 1, "1")
+    return (_ONE_COPY.get(asked, asked) if alone else asked) or "FULL_SHARD"
+
+
+_ONE_COPY: dict[Sharding, Sharding] = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+
+
 def weights(file: Foreign) -> Weights:
     """Rank 0's values for all, where the file lets the others load nothing (M2-13, F1-47).
 
@@ -102,7 +113,7 @@ def _wrap(file: Foreign) -> Wrap:
 
 
 def _first(file: Foreign) -> FSDP1:
-    strategy = file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding") or "FULL_SHARD"
+    strategy = _sharding(file)
     reshard = f"{_IN_FSDP}fsdp_reshard_after_forward"
     if file.has(reshard):
         file.without_effect(reshard, "FSDP of version 1 reads fsdp_sharding_strategy in its place", "Remove it.")
@@ -118,7 +129,7 @@ def _first(file: Foreign) -> FSDP1:
     sync = file.flag(f"{_IN_FSDP}fsdp_sync_module_states", "engine.sync_module_states")
     return FSDP1(
         wrap=_wrap(file),
-        sharding=cast("Sharding", strategy),
+        sharding=strategy,
         offload=file.flag(f"{_IN_FSDP}fsdp_offload_params", "engine.offload") or False,
         backward_prefetch=prefetch or "NO_PREFETCH",  # type: ignore[arg-type]
         forward_prefetch=forward or False,
@@ -165,6 +176,18 @@ def _ignored(file: Foreign) -> tuple[str, ...]:
         file.error("not-supported", name, f"{text!r} is a regular expression; prepkit takes shell patterns", fix)
         return ()
     return (text.replace(".*", "*"),)
+
+
+# --- machines --------------------------------------------------------------------------------------------------------
+
+
+def say_places(file: Foreign) -> None:
+    """Says which machine or port there is none of; scripts often give other ones, so that one left out is no fault."""
+    file.whole("main_process_port")
+    rank, machines = file.data.get("machine_rank"), file.data.get("num_machines")
+    if type(rank) is int and type(machines) is int and not 0 <= rank < max(machines, 1):
+        what = f"the machines are 0 to {machines - 1}, and this is {rank}" if machines > 1 else "the only machine is 0"
+        file.error("contradiction", "machine_rank", what, "Write the number of this machine, from 0.", misread=False)
 
 
 # --- keys of other types ---------------------------------------------------------------------------------------------
@@ -241,7 +264,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
     json_file = file.text(f"{_IN_DEEPSPEED}deepspeed_config_file", "engine.config")
     if json_file is not None:
         return _from_file(file, config, path, json_file, experts)
-    if init and stage != 3:
+    if init and stage != 3 and (stage is not None or not file.has(f"{_IN_DEEPSPEED}zero_stage")):
         file.without_effect(f"{_IN_DEEPSPEED}zero3_init_flag", f"it is for stage 3, and zero_stage is {stage or 2}")
     engine = DeepSpeed(
         stage=2 if stage is None else stage,
@@ -250,7 +273,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
         leaf_modules=experts,
         config=_rest(file),
     )
-    steps = file.whole(f"{_IN_DEEPSPEED}gradient_accumulation_steps", "accumulation")
+    steps = file.whole_or_auto(f"{_IN_DEEPSPEED}gradient_accumulation_steps", "accumulation")
     clip = file.number_or_auto(f"{_IN_DEEPSPEED}gradient_clipping", "clip")
     if clip == 0:
         what = f"accelerate hands no 0 on, and DeepSpeed clips to {OWN_CLIP} where nothing is said"
@@ -261,6 +284,7 @@ def _engine(file: Foreign, config: Config, path: Path) -> Config:
 
 def _device(file: Foreign, what: str) -> Device | None:
     path = f"{_IN_DEEPSPEED}offload_{what}_nvme_path"
+    file.means(path, f"engine.config.zero_optimization.offload_{what}.nvme_path")
     if file.text(path) not in (None, "none"):
         file.raw(path, "engine.config")
     word = file.word(f"{_IN_DEEPSPEED}offload_{what}_device", _DEVICES, f"engine.offload_{what}")
@@ -290,8 +314,7 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
             file.error("contradiction", f"{_IN_DEEPSPEED}{key}", what, f"Write it into {name}, and remove it here.")
     found = beside(name, path)
     if found is None:
-        what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
-        file.error("missing-file", f"{_IN_DEEPSPEED}deepspeed_config_file", what, "Give the path of the JSON file.")
+        file.missing(f"{_IN_DEEPSPEED}deepspeed_config_file", name, path)
         return config
     inner = file.part(f"{_IN_DEEPSPEED}deepspeed_config_file", lambda: read_deepspeed(read(str(found), JSON)))
     if inner is None:

@@ -10,7 +10,7 @@ from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
 from prepkit.findings.keywords import unknown_key_fix
 from prepkit.formats.importers.argument_keys import KEYS, NOW
-from prepkit.formats.importers.foreign import Foreign, foreign, named_model
+from prepkit.formats.importers.foreign import TRUE, Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
 
@@ -27,12 +27,16 @@ _KEPT = ("legacy", "disk", "hidden_states")
 _OFFLOADED = ("unsloth", "offload", "offload_disk")
 """Words of ``gradient_checkpointing`` that recompute from inputs kept off the device."""
 
+_SEEN_TO = ("checkpoint.offload-compiled",)
+"""It keeps what is offloaded by TRL's ``OffloadActivations``, and not by torch's ``save_on_cpu``."""
+
 
 def read_axolotl(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
     file = foreign("axolotl", source)
     data = file.data
     _say_others(file)
+    _quantised(file)
     for name, on in _AUTO.items():
         if data.get(name) == "auto":
             what = f"auto asks GPU and torch; it is read as {str(on).lower()}"
@@ -57,6 +61,7 @@ def read_axolotl(source: Source) -> Imported:
         config = evolve(config, accumulation=steps)
     if offload and isinstance(config.checkpointing, CheckpointBlocks):
         config = evolve(config, checkpointing=evolve(config.checkpointing, offload=True))
+        imported = evolve(imported, seen_to=(*imported.seen_to, *_SEEN_TO))
     if full and isinstance(config.precision, BF16):
         config = evolve(config, precision=evolve(config.precision, master_weights=False))
     if float8:
@@ -67,6 +72,20 @@ def read_axolotl(source: Source) -> Imported:
         config = evolve(config, mesh=Mesh(**{"shard": -1} | sizes))
     parts = any(file.data.get(name) for name in ("adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"))
     return evolve(imported, config=config, model=None if parts else named_model(file, "base_model"))
+
+
+def _quantised(file: Foreign) -> None:
+    """``qlora`` trains beside weights of 4 bits, which have a switch of their own (``check_qlora``)."""
+    on = {name: str(file.data.get(name)).lower() in TRUE for name in ("load_in_4bit", "load_in_8bit", "merge_lora")}
+    if file.data.get("adapter") != "qlora" or on["merge_lora"]:
+        return
+    if on["load_in_8bit"]:
+        what = "axolotl refuses it with adapter: qlora, whose weights have 4 bits"
+        fix = "Write load_in_4bit: true in its place, or adapter: lora."
+        file.error("contradiction", "load_in_8bit", what, fix, misread=False)
+    elif not on["load_in_4bit"]:
+        what = "axolotl refuses qlora without load_in_4bit: true"
+        file.error("contradiction", "adapter", what, "Write load_in_4bit: true, or adapter: lora.", misread=False)
 
 
 def _say_others(file: Foreign) -> None:
@@ -98,7 +117,7 @@ def _offloaded(file: Foreign) -> bool:
             file.error("contradiction", name, what, "Write gradient_checkpointing: true, or remove it.")
     if word in ("offload_disk", "disk"):
         what = "inputs of recomputed blocks are kept in host memory, and not on a disk"
-        file.warn("no-effect", name, what, "Write offload." if word == "offload_disk" else "Write true.")
+        file.warn("not-supported", name, what, "Write offload." if word == "offload_disk" else "Write true.")
     file.raw(name, "checkpointing.offload")
     return True
 
@@ -135,5 +154,5 @@ def _sizes(file: Foreign) -> dict[str, int]:
     for name, why in _ELSEWHERE:
         if (file.whole(name) or 1) > 1:
             file.error("not-supported", name, why, "Write 1, and give its ranks to dp_shard_size.")
-    found = {axis: file.whole(name, f"mesh.{axis}") for name, axis in _SIZES}
+    found = {axis: file.count(name, f"mesh.{axis}") for name, axis in _SIZES}
     return {axis: size for axis, size in found.items() if size is not None}

@@ -44,6 +44,7 @@ def from_json(file: Foreign, asked: Precision | None = None) -> Config:
         what = "DeepSpeed does it in models that call deepspeed.checkpointing.checkpoint by themselves, and in no other"
         fix = "Write checkpointing=CheckpointBlocks(offload=True) beside the engine, or leave it to such a model."
         file.warn("not-supported", "activation_checkpointing.cpu_checkpointing", what, fix)
+    _schedule(file)
     for setting, key in _KEYS.items():
         file.means(key, setting)
     clip = _number(file, "gradient_clipping", "clip")
@@ -56,6 +57,17 @@ def from_json(file: Foreign, asked: Precision | None = None) -> Config:
     if steps and float(steps).is_integer():
         return evolve(config, accumulation=int(steps))
     return config if steps is not None else evolve(config, global_batch=_global_batch(file))
+
+
+def _schedule(file: Foreign) -> None:
+    """Says of a schedule that falls to 0 as it has risen; DeepSpeed logs a warning, and trains on with no rate."""
+    here = "scheduler.params."
+    rise, whole = file.raw(f"{here}warmup_num_steps"), file.raw(f"{here}total_num_steps")
+    rise = 1000 if rise is None else rise  # DeepSpeed's own
+    decays = file.raw("scheduler.type") == "WarmupDecayLR"
+    if decays and type(rise) is int and type(whole) is int and whole <= rise:
+        what = f"the rate rises for {rise} steps, and is 0 from step {rise} on, as {whole} are not more"
+        file.warn("contradiction", f"{here}total_num_steps", what, "Write the steps of the whole run.")
 
 
 _KEYS = {
@@ -81,7 +93,7 @@ def _global_batch(file: Foreign) -> int | None:
     micro batch, which needs nothing of prepkit.
     """
     whole, micro = file.raw("train_batch_size"), file.raw("train_micro_batch_size_per_gpu")
-    if type(whole) is not int or type(micro) is not int or whole < 1 or micro < 1:
+    if type(whole) is not int or type(micro) is not int or whole < 1 or micro < 1 or whole % micro:
         return None
     file.raw("train_batch_size", "global_batch")
     return whole

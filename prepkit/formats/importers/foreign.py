@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from attrs import define, evolve, field
 from prepkit.codec.misfits import MOST
 from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
+from prepkit.facts.env import MOST_RANKS
 from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.findings.keywords import ELSEWHERE, unknown_key_fix
 from prepkit.findings.text import near
@@ -48,6 +50,8 @@ class Foreign:
     """Key to the way in which it was asked for, be it there or not: the name of a method, and the words of ``word``."""
     free: set[str] = field(factory=set, repr=False)
     """Keys below which everything is taken."""
+    typed: bool = False
+    """Whether its library takes a value as it is typed alone: no number or switch as text, no word in other case."""
     _read: set[str] = field(factory=set)
     _misread: set[str] = field(factory=set)
     """Keys with an error, without whose value the config is another one than the file means."""
@@ -87,6 +91,15 @@ class Foreign:
             self._misread.add(name)
             return None
 
+    def missing(self, key: str, name: str, path: Path) -> None:
+        """Says that a file which a key names is not there, or lies where nobody can look from here."""
+        if away := _elsewhere(name):
+            fix = "Check it where it runs, or give the path of a copy that is here."
+            self.error("elsewhere", key, f"{name:.120} {away}", fix)
+            return
+        what = f"there is no file {name:.120}, neither from here nor beside {path.name}, nor in a folder above it"
+        self.error("missing-file", key, what, "Give the path of the JSON file.")
+
     def _value(self, name: str) -> Any:
         value: Any = self.data
         for part in name.split(".") if name else ():
@@ -100,7 +113,7 @@ class Foreign:
         if isinstance(value, bool | None):
             return value
         text = str(value).strip().lower()
-        if text in TRUE + FALSE:
+        if text in TRUE + FALSE and not self.typed:
             return text in TRUE
         self._wrong_type(name, value, bool)
         return None
@@ -110,8 +123,26 @@ class Foreign:
         number = self.number(name, *settings)
         self.asked[name] = ("whole",)
         if number is None or float(number).is_integer():
-            return None if number is None else int(number)
+            given = self._value(name)
+            return None if number is None else given if type(given) is int else int(number)
         self._wrong_type(name, number, int)
+        return None
+
+    def whole_or_auto(self, name: str, *settings: str) -> int | None:
+        """A whole number; None also where ``"auto"`` leaves it to the library, or to who calls it."""
+        number = None if self._value(name) == "auto" else self.whole(name, *settings)
+        self._read.add(name)
+        self.means(name, *settings)
+        self.asked[name] = ("whole", "auto")
+        return number
+
+    def count(self, name: str, *settings: str, misread: bool = True) -> int | None:
+        """A whole number of processes or machines; None also where no job has so many. ``misread`` as for ``error``."""
+        number = self.whole(name, *settings)
+        if number is None or number <= MOST_RANKS:
+            return number
+        what, fix = f"{shown(number)} is more than any job has", f"Write a number below {MOST_RANKS + 1}."
+        self.error("wrong-value", name, what, fix, misread=misread)
         return None
 
     def number_or_auto(self, name: str, *settings: str) -> float | None:
@@ -131,8 +162,9 @@ class Foreign:
         self.asked[name] = ("number",)
         if value is None:
             return None
+        taken = not isinstance(value, bool) and not (self.typed and isinstance(value, str))
         try:
-            number = float(value) if not isinstance(value, bool) else float("nan")
+            number = float(value) if taken else float("nan")
         except (TypeError, ValueError, OverflowError):
             number = float("nan")
         if abs(number) < float("inf"):
@@ -158,10 +190,10 @@ class Foreign:
         if isinstance(value, bool):  # YAML 1.1 reads NO as false
             value = "yes" if value else "no"
         given = "" if isinstance(value, float) else str(value).strip().rpartition(".")[2].lower()  # 0.5 is no 5
-        if given.isdecimal() and 1 <= int(given) <= len(words):
+        if given.isdecimal() and 1 <= int(given) <= len(words) and not self.typed:
             return words[int(given) - 1]
         for word in words:
-            if given == word.lower():
+            if value == word or (given == word.lower() and not self.typed):
                 return word
         meant = near(given, words, 1)
         fix = f"Write {meant[0]!r}." if meant else f"Write one of {', '.join(words)}."
@@ -327,16 +359,42 @@ class Foreign:
         self.findings += [finding] if finding not in self.findings else []
         return finding
 
-    def _wrong_type(self, name: str, value: object, kind: type) -> None:
-        self.error("wrong-type", name, f"{shown(value)} is not {_NAMES[kind]}", f"Write {_NAMES[kind]}.")
+    def say_no_number(self, name: str, value: object) -> None:
+        """Says so of a key that is no setting."""
+        self._wrong_type(name, value, float, misread=False)
+
+    def _wrong_type(self, name: str, value: object, kind: type, *, misread: bool = True) -> None:
+        what = f"{shown(value)} is not {_NAMES[kind]}"
+        self.error("wrong-type", name, what, _retyped(value, kind), misread=misread)
 
 
 def beside(name: str, file: Path) -> Path | None:
-    """The file of that name, beside the one that names it or from here; None: there is none, as for pages of text."""
+    """The file of that name: beside the one that names it, from here, or from a folder above it.
+
+    Nobody knows which of them it is run from. None: it is in none of them, as for pages of text.
+    """
     try:
-        return next((shortest(place) for place in (file.parent / name, Path(name)) if place.is_file()), None)
+        bases = (file.parent, Path(), *file.parent.resolve().parents[:_ABOVE])
+        return next((shortest(base / name) for base in bases if (base / name).is_file()), None)
     except (OSError, ValueError):  # longer than a name may be; a NUL in it
         return None
+
+
+_ABOVE = 6
+"""Folders above a file from which a path in it may count."""
+
+
+def _elsewhere(name: str) -> str:
+    """Why a path cannot be followed on this machine; empty: it can, and leads to nothing."""
+    if "$" in name:
+        return "is known when it runs"
+    if not any(letter in name for letter in "./\\"):
+        return "is no path, and may be a name that the script knows"
+    try:
+        known = not Path(name).is_absolute() or Path(name).parent.is_dir()
+    except (OSError, ValueError):
+        known = True
+    return "" if known else "lies in a folder that is not here"
 
 
 def shortest(file: Path) -> Path:
@@ -360,6 +418,16 @@ def named_model(file: Foreign, key: str) -> str | None:
 def lenient(source: Source) -> dict[str, Any]:
     """The data of a file, where JSON may have comments and trailing commas."""
     return source.data(plain_json(source.text) if source.suffix == ".json" else None)
+
+
+def _retyped(value: object, kind: type) -> str:
+    """What to write in the place of a value, without its quotes where it is a text that says one."""
+    text = value.strip() if isinstance(value, str) else ""
+    plain = text if kind is bool and text.lower() in ("true", "false") else _NUMBER.fullmatch(text) and text
+    return f"Write {plain.lower()} without quotes." if plain and kind is not str else f"Write {_NAMES[kind]}."
+
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def _colons(place: LineColumn | None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from attrs import evolve
 
+from prepkit.codec.text import shown
 from prepkit.config import (
     BF16,
     FP8,
@@ -19,6 +20,7 @@ from prepkit.config import (
     TorchAO,
     TransformerEngine,
 )
+from prepkit.findings.text import near
 from prepkit.formats.importers.foreign import Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
@@ -39,6 +41,7 @@ def read_llama_factory(source: Source) -> Imported:
         if value is True or value not in (None, False, 1):
             what = "Megatron-Core replaces model, optimizer and loop, and prepkit prepares a model that you have"
             file.error("not-supported", name, what, "Remove it, and write fsdp: true or deepspeed: FILE.")
+    _method(file)
     checkpointed = _checkpointed(file)
     pure = file.flag("pure_bf16", *(("precision",) if file.data.get("pure_bf16") else ()))
     if pure and file.flag("fp16"):
@@ -50,6 +53,24 @@ def read_llama_factory(source: Source) -> Imported:
         config = evolve(config, checkpointing=CheckpointBlocks())
     model = named_model(file, "model_name_or_path") if file.data.get("finetuning_type") == "full" else None
     return evolve(imported, config=_precise(config, float8, pure=bool(pure)), model=model)
+
+
+def _method(file: Foreign) -> None:
+    """What is trained, and how: words of its own (``hparams/finetuning_args.py``, ``hparams/parser.py``)."""
+    for name, words in _WORDS.items():
+        value = file.data.get(name)
+        if value is not None and value not in words:
+            meant = near(str(value), words, 1)
+            fix = f"Write {meant[0]}." if meant else f"Write one of {', '.join(words)}."
+            file.error("wrong-value", name, f"{shown(value)} is none of {', '.join(words)}", fix, misread=False)
+    method = file.data.get("finetuning_type")
+    if file.data.get("quantization_bit") is not None and method in ("full", "freeze"):
+        what = f"quantised weights are not trained: LLaMA-Factory refuses them with finetuning_type: {method}"
+        fix = "Write finetuning_type: lora, or remove it."
+        file.error("contradiction", "quantization_bit", what, fix, misread=False)
+
+
+_WORDS = {"finetuning_type": ("lora", "oft", "freeze", "full"), "stage": ("pt", "sft", "rm", "ppo", "dpo", "kto")}
 
 
 def _precise(config: Config, float8: FP8Backend | None, *, pure: bool) -> Config:
@@ -68,10 +89,10 @@ def _checkpointed(file: Foreign) -> bool:
     file.flag("use_reentrant_gc")  # the same gradients either way; prepkit's is not reentrant
     if file.flag("use_unsloth_gc"):
         what = "activations are recomputed, and not kept in host memory"
-        file.warn("no-effect", "use_unsloth_gc", what, "Remove it.")
+        file.warn("not-supported", "use_unsloth_gc", what, "Remove it.")
     if file.flag("use_unsloth"):
         what = "unsloth changes the model before it is prepared; that is yours to call"
-        file.warn("no-effect", "use_unsloth", what, "Remove it.")
+        file.warn("not-supported", "use_unsloth", what, "Remove it.")
     return not off
 
 
@@ -85,7 +106,7 @@ def _float8(file: Foreign) -> FP8Backend | None:
         return None
     if backend in (None, "auto"):
         what = "the library that is found installed is taken; the plan is for torchao"
-        file.warn("no-effect", "fp8_backend", what, "Write torchao, te or msamp.")
+        file.warn("asks-machine", "fp8_backend", what, "Write torchao, te or msamp.")
     if backend == "te":
         return TransformerEngine()
     return MSAMP() if backend == "msamp" else TorchAO(float8_all_gather=gathered)

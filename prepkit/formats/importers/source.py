@@ -268,6 +268,36 @@ LANGUAGES: dict[str, Language] = {".toml": "toml", ".yaml": "yaml", ".yml": "yam
 """Extension to the language in which fixes are typed."""
 
 
+_CLASS = r'WrapClasses\(\("(\w+)",\)\)'
+_CLIP = r"such as ClipNorm\(1\.0\), or clip=None"
+_STAGE = r"(?<![(\w])stage=(\d)"
+_MESH = r"(?:mesh=)?Mesh\(replicate=(\d+), shard=(\d+)\)"
+_TRAINER = {
+    r"precision=BF16\(\)": "bf16: true",
+    r"precision=None": "neither bf16 nor fp16",
+    _CLASS: r"fsdp_config.transformer_layer_cls_to_wrap: \1",
+    _CLIP: "such as max_grad_norm: 1.0, or 0 for none",
+}
+_WAYS = {
+    "accelerate": {
+        r"precision=BF16\(\)": "mixed_precision: bf16",
+        r"precision=None": "mixed_precision: 'no'",
+        _CLASS: r"fsdp_config.fsdp_transformer_layer_cls_to_wrap: \1",
+        _STAGE: r"zero_stage: \1",
+        _MESH: r"dp_replicate_size: \1 with dp_shard_size: \2",
+    },
+    **dict.fromkeys(("transformers", "axolotl", "llamafactory"), _TRAINER),
+    "torchtitan": {
+        _CLIP: "such as training.max_norm = 1.0",
+        _MESH: r"data_parallel_replicate_degree = \1 with data_parallel_shard_degree = \2",
+    },
+    "deepspeed": {_STAGE: r'"stage": \1', _CLIP: 'such as "gradient_clipping": 1.0, or 0.0 for none'},
+}
+SPELLED = {kind: tuple((re.compile(way), typed) for way, typed in ways.items()) for kind, ways in _WAYS.items()}
+"""Whose file it is to ways of saying a fix in Python, each with what is typed there."""
+_QUOTED = re.compile(r"`([\w.]+)`")
+
+
 @frozen(kw_only=True)
 class Imported:
     """Another library's file, or variables, as prepkit's config.
@@ -298,6 +328,8 @@ class Imported:
     """Where each key of a file of prepkit's own is; empty for other files, whose ``config.origins`` say it."""
     meant: Mapping[str, tuple[str, ...]] = field(factory=dict, repr=False, eq=False)
     """Setting to the keys that say it in a file of this library, be they there or not; empty for prepkit's own."""
+    seen_to: tuple[str, ...] = ()
+    """Rules whose harm its library keeps away by itself: they speak of what prepkit does, and of no run of that one."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 
@@ -311,11 +343,21 @@ class Imported:
 
     def worded(self, finding: Finding) -> Finding:
         """The finding with the keys of this file that say what its fix asks for in Python, where there are any."""
+        finding = evolve(finding, fix=self._spelled(finding.fix))
         named = dict.fromkeys(_ASSIGNED.findall(finding.fix))
         known = {setting.rpartition(".")[2]: keys for setting, keys in reversed(tuple(self.meant.items()))}
         said = [f"{name} is {' or '.join(known[name])}" for name in named if name in known]
         same = all(name in known[name] for name in named if name in known)
         return finding if not said or same else evolve(finding, fix=f"{finding.fix} Here {', '.join(said)}.")
+
+    def _spelled(self, fix: str) -> str:
+        """A fix as it is typed in a file of this library, and keys of DeepSpeed's JSON under the names that it has."""
+        for way, typed in SPELLED.get(self.kind, ()):
+            fix = way.sub(typed, fix)
+        for path in _QUOTED.findall(fix):
+            if keys := self.meant.get(f"config.engine.config.{path}"):
+                fix = fix.replace(f"`{path}`", f"`{keys[0]}`")
+        return fix
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

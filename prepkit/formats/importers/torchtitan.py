@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve
 
+from prepkit.codec.text import shown
 from prepkit.config import (
     BF16,
     DDP,
@@ -31,6 +32,8 @@ from prepkit.config import (
     TorchAO,
     Weights,
 )
+from prepkit.facts.env import MOST_RANKS
+from prepkit.findings.text import near
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 
@@ -44,6 +47,14 @@ _LAUNCHING = (
     *("training.warmup_steps", "model.norm_type"),  # of 2024
 )
 """Sections and keys of data, logging, schedules and the run itself."""
+_NUMBERS = (
+    *("training.seq_len", "training.seed", "training.gc_freq", "training.warmup_steps", "lr_scheduler.warmup_steps"),
+    *("lr_scheduler.decay_ratio", "lr_scheduler.lr_min", "lr_scheduler.min_lr_factor", "metrics.log_freq"),
+    *("profiling.profile_freq", "validation.local_batch_size", "validation.seq_len", "validation.freq"),
+    *("validation.steps", "comm.train_timeout_seconds", "comm.trace_buf_size", "checkpoint.interval"),
+    *("checkpoint.keep_latest_k",),
+)
+"""Those of them that are numbers."""
 _ELSEWHERE = (
     ("pipeline_parallel_degree", "prepkit makes no pipelines", "data_parallel_shard_degree"),
     ("context_parallel_degree", "prepkit cuts no sequences over ranks", "data_parallel_shard_degree"),
@@ -63,14 +74,18 @@ _HERE = "parallelism."
 def read_torchtitan(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
     file = foreign("torchtitan", source)
+    file.typed = True
     move_older_keys(file)
     for section in ("training", "parallelism", "optimizer", "activation_checkpoint", "compile", "comm", "model"):
         file.section(section)
+    for name in _NUMBERS:
+        file.number(name)
     file.launching(*_LAUNCHING)
     sizes = _sizes(file)
     norm = file.number("training.max_norm", "clip")
     steps = file.whole("training.steps", "total_steps")
     timeout = file.number("comm.init_timeout_seconds", "timeout_s")
+    steps_of_batch, whole_batch = _batches(file, sizes)
     config = Config(
         engine=_engine(file, sizes),
         mesh=_mesh(sizes),
@@ -78,8 +93,9 @@ def read_torchtitan(source: Source) -> Imported:
         compile=_compile(file),
         weights=_weights(file),
         optimizer=_optimizer(file),
-        clip=None if norm is not None and norm <= 0 else ClipNorm(1.0 if norm is None else float(norm)),
-        accumulation=_accumulation(file, sizes),
+        clip=ClipNorm(1.0 if norm is None else float(norm)),
+        accumulation=steps_of_batch,
+        global_batch=whole_batch,
         total_steps=steps,
         timeout_s=300.0 if timeout is None else float(timeout),
     )
@@ -90,14 +106,23 @@ def read_torchtitan(source: Source) -> Imported:
     file.launching("fault_tolerance")
     if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
         file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
-    places = (sizes.replicate, sizes.shard, sizes.tensor)
-    return file.imported(config, world_size=prod(places) if min(places) > 0 else None)
+    return file.imported(config, world_size=_places(file, sizes))
+
+
+def _places(file: Foreign, sizes: Mesh) -> int | None:
+    """Processes in all; None where the file does not say, or no job has so many."""
+    each = (sizes.replicate, sizes.shard, sizes.tensor)
+    if min(each) < 1 or prod(each) <= MOST_RANKS:
+        return prod(each) if min(each) > 0 else None
+    what = f"{' x '.join(map(str, each))} is more processes than any job has"
+    file.error("wrong-value", f"{_HERE}data_parallel_shard_degree", what, "Write -1 for the rest.", misread=False)
+    return None
 
 
 def _sizes(file: Foreign) -> Mesh:
     names = {"replicate": "data_parallel_replicate_degree", "shard": "data_parallel_shard_degree"}
     names["tensor"] = "tensor_parallel_degree"
-    found = {axis: file.whole(f"{_HERE}{name}", f"mesh.{axis}") for axis, name in names.items()}
+    found = {axis: file.count(f"{_HERE}{name}", f"mesh.{axis}") for axis, name in names.items()}
     for name, what, other in _ELSEWHERE:
         if (file.whole(f"{_HERE}{name}") or 1) > 1:
             file.error("not-supported", f"{_HERE}{name}", what, f"Write 1, and give its ranks to {other}.")
@@ -109,7 +134,7 @@ def _sizes(file: Foreign) -> Mesh:
         ("enable_compiled_autograd", "backward runs as torch runs it"),
     ):
         if file.flag(f"{_HERE}{name}"):
-            file.warn("no-effect", f"{_HERE}{name}", why, "Write false.")
+            file.warn("not-supported", f"{_HERE}{name}", why, "Write false.")
     return Mesh(**{axis: size for axis, size in found.items() if size is not None})
 
 
@@ -150,7 +175,9 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     mode = file.word(f"{here}.mode", ("selective", "full", "none", "memory_budget"), "checkpointing") or "selective"
     kept = file.flag(f"{here}.preserve_rng_state")
     if file.flag(f"{here}.early_stop"):
-        file.warn("no-effect", f"{here}.early_stop", "recomputation stops early wherever torch lets it", "Remove it.")
+        file.warn(
+            "not-supported", f"{here}.early_stop", "recomputation stops early wherever torch lets it", "Remove it."
+        )
     for name in ("determinism_check", "debug", "visualize_memory_budget_pareto", "memory_budget"):
         if file.has(f"{here}.{name}"):
             file.launching(f"{here}.{name}")
@@ -163,7 +190,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     every = _every(file) if mode == "selective" else None
     if mode != "full" and every is None:
         what = f"every block is recomputed whole; prepkit picks no operations ({mode})"
-        file.warn("no-effect", f"{here}.mode", what, "Write full or none.")
+        file.warn("not-supported", f"{here}.mode", what, "Write full or none.")
     return CheckpointBlocks(preserve_rng_state=bool(kept), every=every or 1)
 
 
@@ -174,10 +201,17 @@ def _every(file: Foreign) -> int | None:
     if option == "op":
         file.covered(name)
         return None
-    every = 2 if option is None else file.whole(name, "checkpointing.every")
+    if isinstance(option, str) and option.isdecimal():  # a text in torchtitan, whatever it holds
+        every: int | None = int(file.raw(name, "checkpointing.every"))
+    else:
+        every = 2 if option is None else file.whole(name, "checkpointing.every")
     if every is not None and every < 1:
         file.error("wrong-value", name, f"there is no block {every}", "Write a number from 1, or op.")
     return max(every or 1, 1)
+
+
+_PARTS = ("model", "loss")
+"""What torchtitan compiles."""
 
 
 def _compile(file: Foreign) -> CompileBlocks | None:
@@ -185,10 +219,15 @@ def _compile(file: Foreign) -> CompileBlocks | None:
     on = file.flag("compile.enable", *(("compile",) if file.raw("compile.enable") else ()))
     parts = file.names("compile.components", "compile")
     backend = file.text("compile.backend", "compile.backend")
+    for part in parts or ():
+        if part not in _PARTS:
+            meant = near(part, _PARTS, 1) or _PARTS
+            what = f"{shown(part)} is none of {', '.join(_PARTS)}, and torchtitan would compile nothing for it"
+            file.error("wrong-value", "compile.components", what, f"Write {' or '.join(meant)} in its place.")
     if not (older or on) or (parts is not None and "model" not in parts):
         return None
     if parts is not None and "loss" in parts:
-        file.warn("no-effect", "compile.components", "the loss is computed in your loop", "Write ['model'].")
+        file.warn("not-supported", "compile.components", "the loss is computed in your loop", "Write ['model'].")
     return CompileBlocks(backend=backend or "inductor", fullgraph=True)
 
 
@@ -225,27 +264,28 @@ def _number(file: Foreign, name: str, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _accumulation(file: Foreign, sizes: Mesh) -> int:
-    """Micro-batches per step: ``global_batch_size / (local_batch_size * ranks that read other data)``."""
+def _batches(file: Foreign, sizes: Mesh) -> tuple[int | None, int | None]:
+    """Micro-batches per step: ``global_batch_size / (local_batch_size * ranks that read other data)``.
+
+    Where the file leaves the ranks open, the global batch, of which they follow.
+    """
     name = "training.global_batch_size"
     local = file.whole("training.local_batch_size") or file.whole("training.batch_size") or 8
     asked = file.whole(name)
     if asked is None or asked < 0:
         file.launching("training.local_batch_size", "training.batch_size")
-        return 1
+        return 1, None
+    known = sizes.shard > 0 and sizes.replicate > 0
+    setting = "accumulation" if known else "global_batch"
     for key in ("training.local_batch_size", "training.batch_size", name):
-        file.raw(key, "accumulation")
-    if sizes.shard < 1:
-        what = "micro-batches per step follow from it and from how many ranks there are, which the file does not say"
-        file.error("wrong-value", name, what, f"Write {_HERE}data_parallel_shard_degree as a number.")
-        return 1
-    at_once = local * sizes.replicate * sizes.shard
+        file.raw(key, setting)
+    at_once = local * (sizes.replicate * sizes.shard if known else 1)
     if at_once < 1 or asked % at_once or asked < at_once:
-        ranks = sizes.replicate * sizes.shard
-        what = f"{asked} is no multiple of {local} samples on each of {ranks} ranks"
+        ranks = f"each of {sizes.replicate * sizes.shard} ranks" if known else "each rank, however many there are"
+        what = f"{asked} is no multiple of {local} samples on {ranks}"
         file.error("contradiction", name, what, f"Write a multiple of {at_once}.", misread=False)
-        return 1
-    return asked // at_once
+        return 1, None
+    return (asked // at_once, None) if known else (None, asked)
 
 
 # --- older files -----------------------------------------------------------------------------------------------------

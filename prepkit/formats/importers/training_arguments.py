@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW
+from prepkit.formats.importers.argument_values import judge
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn
@@ -96,8 +98,13 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
         timeout_s=1800.0 if timeout is None else float(timeout),
     )
     config = _engine(file, config, path, micro_batch)
+    judge(file, micro_batch)
     _rest(file)
-    return file.imported(config, known=tuple(KEYS[file.kind]))
+    return file.imported(config, known=tuple(KEYS[file.kind]), seen_to=_SEEN_TO)
+
+
+_SEEN_TO = ("checkpoint.cache",)
+"""The Trainer switches the cache off (``use_cache``), and blocks that are recomputed drop it as they are called."""
 
 
 def _device(file: Foreign) -> str | None:
@@ -119,7 +126,7 @@ def _checkpointing(file: Foreign) -> CheckpointBlocks | None:
     name = new if file.raw(new) is not None else old
     options = file.raw(f"{name}_kwargs", "checkpointing")
     if isinstance(options, dict) and options.get("every_n_layers") not in (None, 1):
-        file.warn("no-effect", f"{name}_kwargs", "every block is recomputed (every_n_layers)", "Remove it.")
+        file.warn("not-supported", f"{name}_kwargs", "every block is recomputed (every_n_layers)", "Remove it.")
     return CheckpointBlocks() if file.flag(name, "checkpointing") else None
 
 
@@ -161,7 +168,7 @@ def _ddp(file: Foreign) -> Engine:
 
 
 def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> Config:
-    given = file.raw("deepspeed", "engine")
+    given = _typed_out(file.raw("deepspeed", "engine"))
     if isinstance(given, dict):
         places = {key.removeprefix("deepspeed."): place for key, place in file.places.items()}
         nested = Foreign(
@@ -177,8 +184,7 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
         return _with_json(config, inner, file, micro_batch)
     found = beside(str(given), path)
     if found is None:
-        what = f"there is no file {given!s:.120}, neither from here nor beside {path.name}"
-        file.error("missing-file", "deepspeed", what, "Give the path of the JSON file.")
+        file.missing("deepspeed", str(given), path)
         return config
     imported = file.part("deepspeed", lambda: read_deepspeed(read(str(found), JSON), config.precision))
     if imported is None:
@@ -188,6 +194,13 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     file.findings += imported.notes
     file.taken(imported, found)
     return _with_json(config, imported.config, file, micro_batch)
+
+
+def _typed_out(given: Any) -> Any:
+    """The value; a text that holds JSON as what it holds, which the Trainer takes too."""
+    with suppress(ValueError):
+        return json.loads(given) if isinstance(given, str) and given.startswith("{") else given
+    return given
 
 
 def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -> Config:
@@ -332,6 +345,9 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     sent = inner.flag(f"{_HERE}cpu_ram_efficient_loading", "weights")
     checkpointed = inner.flag(f"{_HERE}activation_checkpointing", "checkpointing")
     offloaded = inner.flag(f"{_HERE}activation_checkpointing_offload", "checkpointing.offload") or False
+    if checkpointed and config.checkpointing is not None and file.kind == "transformers":
+        what = "blocks are checkpointed by the model too (gradient_checkpointing): the Trainer refuses to start"
+        inner.error("contradiction", f"{_HERE}activation_checkpointing", what, "Keep one of them.", misread=False)
     inner.launching(f"{_HERE}final_state_dict_type")
     file.covered("fsdp_config")
     inner.say_unknown()
@@ -403,7 +419,9 @@ def _renamed(file: Foreign, words: list[Any], named: dict[str, Any], typed: dict
             named["fsdp_offload_params"] = True
             typed["fsdp_config.fsdp_offload_params"] = "fsdp"
         elif word != "auto_wrap":
-            file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", "Write fsdp: true.")
+            meant = near(word, (*_LEGACY, "offload", "auto_wrap"), 1)
+            fix = f"Write {meant[0]} in its place." if meant else "Write fsdp: true."
+            file.error("wrong-value", "fsdp", f"{word!r} is no word of transformers' fsdp", fix)
     if (offload := named.pop("fsdp_cpu_offload", None)) is not None:
         named["fsdp_offload_params"] = offload
         typed["fsdp_config.fsdp_offload_params"] = typed["fsdp_config.fsdp_cpu_offload"]
@@ -432,8 +450,7 @@ def _reduced(precision: Precision) -> Precision:
 def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
     found = beside(name, path)
     if found is None:
-        what = f"there is no file {name:.120}, neither from here nor beside {path.name}"
-        file.error("missing-file", key, what, "Give the path of the JSON file.")
+        file.missing(key, name, path)
         return {}
     file.named.append(str(found))
     held: dict[str, Any] = {}

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from prepkit.resolve import loaders
 from prepkit.resolve.deepspeed.data import drop, put
 from prepkit.resolve.deepspeed.flaws import WHERE, Draft
 
 MICRO, STEPS, WHOLE = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def whole_batch(draft: Draft) -> None:
+    """Says of a global batch that it is no multiple of what one rank sees in a step: no number of ranks makes it one.
+
+    Goes on without it, as nothing else about it would be new.
+    """
+    whole, micro, steps = (draft.get(path) for path in (WHOLE, MICRO, STEPS))
+    once = [size for size in (micro, steps) if type(size) is int]
+    if type(whole) is not int or type(micro) is not int or min(whole, *once) < 1 or whole % prod(once) == 0:
+        return
+    shown = f"{micro} x {steps} accumulation" if len(once) > 1 else f"{micro} samples on a rank"
+    sizes = [size for size in (whole // prod(once) * prod(once), (whole // prod(once) + 1) * prod(once)) if size]
+    what = f"`{WHOLE}` is {whole}, no multiple of {shown}: no number of ranks fits."
+    draft.flaw("batch", what, f"Nearest: {' or '.join(map(str, sizes))}; or remove `{WHOLE}`, which is worked out.")
+    drop(draft.data, WHOLE)
 
 
 def batches(draft: Draft, ranks: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import Literal
 
 from prepkit.config import OptimizerSpec
 from prepkit.config.optimizer import OPTIMIZERS, options, specs
 from prepkit.facts import OptimizerFacts
+from prepkit.resolve.deepspeed.arguments import named
 from prepkit.resolve.deepspeed.data import put
 from prepkit.resolve.deepspeed.flaws import Draft
 
@@ -17,23 +17,6 @@ Conversion = tuple[Literal["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeed
 
 SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """DeepSpeed's own schedules: a scheduler of such a class is handed to DeepSpeed (DS-14, DS-57)."""
-_OWN = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
-_TORCH = (
-    "ASGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-)
-"""Types that a section may name: DeepSpeed's own in any case, torch's exactly (``_configure_basic_optimizer``)."""
 _TESTED = (("torch", "Adam"), ("torch", "AdamW"), ("torch", "Adagrad"), ("deepspeed", ""), ("apex", "FusedAdam"))
 """Package and class that ZeRO takes without ``zero_allow_untested_optimizer`` (deepspeed/runtime/zero/utils.py)."""
 _CPU: dict[tuple[str, str], Conversion] = {
@@ -55,7 +38,7 @@ def optimizer(draft: Draft) -> Maker:
     given, spec = draft.facts.optimizer, _spec(draft)
     if draft.get("optimizer") is None:
         return "none" if given is None and spec is None else "given"
-    kind = _type(draft, "optimizer", (*_OWN, *_TORCH))
+    kind = _type(draft, "optimizer")
     if given is not None:
         what = f"The `optimizer` section asks for {kind}, and an optimizer `{given.name}` is given as well."
         draft.flaw("two-optimizers", what, "Remove the section, or do not pass an optimizer.")
@@ -68,15 +51,9 @@ def optimizer(draft: Draft) -> Maker:
     return "section"
 
 
-def _type(draft: Draft, section: str, known: tuple[str, ...]) -> str:
+def _type(draft: Draft, section: str) -> str:
     kind = draft.get(f"{section}.type", "")
-    match = kind if kind in known else kind.lower() if kind.lower() in _OWN and section == "optimizer" else ""
-    if not match:
-        near = get_close_matches(kind, known, n=2)
-        meant = f"Write `{section}.type`: {' or '.join(near or known[:3])}."
-        named = f"`{section}.type` is {kind!r}, which this DeepSpeed does not know" if kind else f"no `{section}.type`"
-        draft.flaw("unknown-type", f"The `{section}` section would do nothing: {named}.", meant)
-    return match or kind
+    return named(section, kind) or str(kind)
 
 
 def _spec(draft: Draft) -> OptimizerSpec | None:
@@ -113,7 +90,7 @@ def scheduler(draft: Draft, maker: Maker) -> Stepper:
         if given is None:
             return "outside"
         return "handed over" if given.factory or given.name in SCHEDULES else "outside"
-    kind = _type(draft, "scheduler", SCHEDULES)
+    kind = _type(draft, "scheduler")
     if given is not None:
         what = f"The `scheduler` section asks for {kind}, and a scheduler `{given.name}` is given as well."
         draft.flaw("two-schedulers", what, "Remove the section, or do not pass a scheduler.")

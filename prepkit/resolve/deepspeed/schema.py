@@ -108,7 +108,11 @@ def _typed(draft: Draft, path: str, value: Any, kinds: str) -> None:
     shown = " or ".join(_NAMES.get(kind, "a section") for kind in allowed)
     fix = f"Write {shown}{_retyped(value, allowed)}."
     draft.flaw("wrong-type", f"`{path}` is {value!r:.60}, where DeepSpeed expects {shown}.", fix)
-    drop(draft.data, path)
+    number = _number(value)
+    if path == "zero_optimization.stage" and number is not None and number.is_integer():
+        put(draft.data, path, int(number))  # so that no rule speaks of a stage that nobody has asked for
+    else:
+        drop(draft.data, path)
 
 
 def _fits(value: Any, allowed: list[str]) -> bool:

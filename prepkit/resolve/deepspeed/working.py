@@ -14,7 +14,8 @@ from prepkit.config import FP8, FP16, MSAMP, ClipNorm, ClipValue, Config, Intent
 from prepkit.config.precision import PRECISIONS, as_typed
 from prepkit.facts import Facts
 from prepkit.resolve.deepspeed import optimizer as tools
-from prepkit.resolve.deepspeed.batch import batches
+from prepkit.resolve.deepspeed.arguments import arguments
+from prepkit.resolve.deepspeed.batch import batches, whole_batch
 from prepkit.resolve.deepspeed.data import (
     DEFAULT_STAGE,
     NotJsonError,
@@ -102,6 +103,8 @@ def as_written(cfg: Config, facts: Facts) -> tuple[Draft, int]:
         draft.flaw("not-json", f"The text is {error}.")
     tidy(draft)
     within_limits(draft)
+    arguments(draft)
+    whole_batch(draft)
     _turned_off(draft)
     return draft, _stage(draft)
 
@@ -190,9 +193,19 @@ def _clip(draft: Draft) -> None:
     draft.settle("gradient_clipping", limit, place, place if limit else "config.clip is None")
 
 
+_SECOND = "zero_optimization.zero_hpz_partition_size"
+"""Ranks of one group of ZeRO++, each with a whole second copy of what is sharded (deepspeed/utils/groups.py)."""
+
+
 def _ranks(draft: Draft) -> int:
     """Data-parallel ranks: those that see different data (pain 4: world / tensor-parallel size; G-61)."""
     world, tensor = max(1, draft.facts.env.world_size), tensor_parallel(draft.engine)
+    second = draft.get(_SECOND, 1) if draft.get("zero_optimization.stage") == 3 else 1
+    if 1 < second < world and world % second:
+        what = f"`{_SECOND}` = {second} does not divide the world size {world}: DeepSpeed raises."
+        below = next(size for size in range(second, 0, -1) if world % size == 0)
+        above = next(size for size in range(second, world + 1) if world % size == 0)
+        draft.flaw("tensor-parallel", what, f"Write {below} or {above}, or start other processes.")
     if world % tensor:
         what = f"`tensor_parallel.autotp_size` = {tensor} does not divide the world size {world}."
         draft.flaw("tensor-parallel", what, "Write a size that divides it, or start other processes.")

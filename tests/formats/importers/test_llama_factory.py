@@ -79,6 +79,14 @@ def test_contradictions_slips_and_what_is_not_offered_are_refused(tmp_path: Path
         read(tmp_path, f"{text}\n")
 
 
-@pytest.mark.parametrize("text", ["use_unsloth_gc: true", "use_unsloth: true", "fp8_backend: te", "fp8: true"])
-def test_what_is_not_done_the_same_way_is_said(tmp_path: Path, text: str) -> None:
-    assert [note.rule for note in read(tmp_path, f"{text}\n").notes] == ["import.no-effect"]
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("use_unsloth_gc: true", "not-supported"),
+        ("use_unsloth: true", "not-supported"),
+        ("fp8_backend: te", "no-effect"),
+        ("fp8: true", "asks-machine"),
+    ],
+)
+def test_what_is_not_done_the_same_way_is_said(tmp_path: Path, text: str, rule: str) -> None:
+    assert [note.rule for note in read(tmp_path, f"{text}\n").notes] == [f"import.{rule}"]

@@ -10,6 +10,7 @@ import pytest
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import read
+from tests.support.command_line import run
 
 
 @pytest.mark.parametrize("name", IMPORTERS)
@@ -104,3 +105,38 @@ def test_no_importer_hides_another_by_its_marks() -> None:
         assert importer.marks, f"{name!r}: nobody would take a file for one of its; give its row in IMPORTERS marks"
         assert not told.intersection(importer.marks), name
         told.update(importer.marks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "key"),
+    [
+        ("accelerate", "distributed_type: FSDP\nnum_processes: {}\nunknown: 1\n", "num_processes"),
+        ("accelerate", "distributed_type: FSDP\nnum_machines: {}\nunknown: 1\n", "num_machines"),
+        (
+            "accelerate",
+            "distributed_type: FSDP\nparallelism_config: {{parallelism_config_dp_shard_size: {}}}\nunknown: 1\n",
+            "parallelism_config.parallelism_config_dp_shard_size",
+        ),
+        ("axolotl", "base_model: a/b\ndp_shard_size: {}\nfsdp_config: {{unknown: 1}}\n", "dp_shard_size"),
+        (
+            "torchtitan",
+            "[parallelism]\ndata_parallel_shard_degree = {}\nunknown = 1\n",
+            "parallelism.data_parallel_shard_degree",
+        ),
+        (
+            "torchtitan",
+            "parallelism = {{tensor_parallel_degree = 2, data_parallel_shard_degree = 2147483647, unknown = {}}}\n",
+            "parallelism.data_parallel_shard_degree",
+        ),
+    ],
+)
+@pytest.mark.parametrize("number", [2**31, 10**25])
+def test_more_processes_than_any_job_has_are_a_finding_beside_the_others(
+    kind: str, text: str, key: str, number: int, tmp_path: Path
+) -> None:
+    file = tmp_path / ("a.toml" if kind == "torchtitan" else "a.yaml")
+    file.write_text(text.format(number))
+    done = run("check", str(file), "--from", kind, "--json")
+    told = {(one["rule"], one["where"].rpartition(" ")[2]) for one in json.loads(done.stdout)["findings"]}
+    assert {rule for rule, _ in told} == {"import.wrong-value", "import.unknown-key"}
+    assert ("import.wrong-value", key) in told

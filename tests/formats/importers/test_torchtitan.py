@@ -115,9 +115,45 @@ def test_precision_as_the_policy_of_fully_shard_has_it(tmp_path: Path, text: str
 
 
 def test_switches_that_are_off_and_weights_in_files(tmp_path: Path) -> None:
-    text = '[training]\nmax_norm = 0\n[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = "llama"\n'
+    text = '[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = "llama"\n'
     config = read(tmp_path, NONE + text).config
-    assert (config.clip, config.checkpointing, config.weights) == (None, None, LoadWeights("llama"))
+    assert (config.checkpointing, config.weights) == (None, LoadWeights("llama"))
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_makes_no_gradient_is_left_to_the_rule_about_it(tmp_path: Path, limit: int) -> None:
+    """torchtitan hands it to ``clip_grad_norm_`` whatever it is."""
+    assert read(tmp_path, f"{NONE}[training]\nmax_norm = {limit}\n").config.clip == ClipNorm(limit)
+
+
+def test_the_accumulation_of_a_global_batch_is_left_to_the_ranks_where_the_file_leaves_them_open(
+    tmp_path: Path,
+) -> None:
+    config = read(tmp_path, f"{NONE}[training]\nglobal_batch_size = 64\nlocal_batch_size = 2\n").config
+    assert (config.accumulation, config.global_batch) == (None, 64)
+    named = "[parallelism]\ndata_parallel_shard_degree = 4\n"
+    config = read(tmp_path, f"{NONE}[training]\nglobal_batch_size = 64\nlocal_batch_size = 2\n{named}").config
+    assert (config.accumulation, config.global_batch) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[training]\nseq_len = "8192"', "Write 8192 without quotes."),
+        ('[optimizer]\nlr = "3e-4"', "Write 3e-4 without quotes."),
+        ('[optimizer]\nlr = "high"', "Write a number."),
+        ('[lr_scheduler]\nwarmup_steps = "2"', "Write 2 without quotes."),
+        ('[optimizer]\nname = "Adamw"', "Write 'AdamW'."),
+        ('[optimizer]\nname = "1"', "Write one of AdamW, Adam."),
+        ('[training]\nenable_cpu_offload = "true"', "Write true without quotes."),
+        ('[training]\nmixed_precision_param = "BFLOAT16"', "Write 'bfloat16'."),
+        ('[compile]\nenable = true\ncomponents = ["modle"]', "Write model in its place."),
+    ],
+)
+def test_values_are_taken_as_they_are_typed(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(PlanRejected) as caught:
+        read(tmp_path, f"{NONE}{text}\n")
+    assert [finding.fix for finding in caught.value.findings] == [said]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +161,7 @@ def test_switches_that_are_off_and_weights_in_files(tmp_path: Path) -> None:
     [
         ("[parallelism]\ntensor_paralel_degree = 2", "job.toml:4:1", "Write 'parallelism.tensor_parallel_degree'"),
         ("[parallelism]\npipeline_parallel_degree = 2", "job.toml:4:1", "prepkit makes no pipelines"),
-        ("[training]\nglobal_batch_size = 64", "job.toml:4:1", "Write parallelism.data_parallel_shard_degree"),
+        ("[training]\nglobal_batch_size = 63", "job.toml:4:1", "Write a multiple of 8."),
         (
             "[training]\nglobal_batch_size = 9\n[parallelism]\ndata_parallel_shard_degree = 2",
             "job.toml:4:1",
@@ -150,19 +186,27 @@ def test_what_is_wrong_or_not_offered_is_said_with_its_place(tmp_path: Path, tex
 
 
 @pytest.mark.parametrize(
-    ("text", "key"),
+    ("text", "key", "rule"),
     [
-        ("[float8]\nemulate = true", "float8"),
-        ("[parallelism]\nenable_async_tensor_parallel = true", "parallelism.enable_async_tensor_parallel"),
+        ("[float8]\nemulate = true", "float8", "no-effect"),
+        (
+            "[parallelism]\nenable_async_tensor_parallel = true",
+            "parallelism.enable_async_tensor_parallel",
+            "not-supported",
+        ),
+        ("[activation_checkpoint]\nmode = 'memory_budget'", "activation_checkpoint.mode", "not-supported"),
         (
             "[parallelism]\ndata_parallel_shard_degree = 1\n[training]\nenable_cpu_offload = true",
             "training.enable_cpu_offload",
+            "no-effect",
         ),
     ],
 )
-def test_keys_that_do_nothing_are_said(tmp_path: Path, text: str, key: str) -> None:
-    notes = read(tmp_path, f"{NONE}{text}\n").notes
-    assert [(note.rule, note.where.rpartition(" ")[2]) for note in notes] == [("import.no-effect", key)]
+def test_keys_that_do_nothing_there_or_here_are_said(tmp_path: Path, text: str, key: str, rule: str) -> None:
+    """A check calls the first wrong; of the second it says that prepkit does not do it."""
+    none = "" if "checkpoint" in key else NONE
+    notes = read(tmp_path, f"job = {{}}\n{none}{text}\n").notes
+    assert [(note.rule, note.where.rpartition(" ")[2]) for note in notes] == [(f"import.{rule}", key)]
 
 
 def test_keys_of_a_module_of_ones_own_are_listed(tmp_path: Path) -> None:

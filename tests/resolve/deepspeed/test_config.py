@@ -33,7 +33,7 @@ from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
 from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings, with_zero
-from prepkit.resolve.deepspeed.working import WorkingConfig, working_config
+from prepkit.resolve.deepspeed.working import WorkingConfig, as_written, working_config
 from prepkit.rules import check
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
 from prepkit.testing.tiny import tiny_experts, tiny_facts, tiny_loader, tiny_model, tiny_optimizer
@@ -270,10 +270,43 @@ def test_numbers_that_do_not_multiply_are_told_with_the_nearest_that_do() -> Non
     assert "96 (micro batch 12) or 104 (micro batch 13)" in flaw.fix
 
 
+@pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ({"train_batch_size": 50, "gradient_accumulation_steps": 4}, "Nearest: 48 or 56;"),
+        ({"train_batch_size": 1}, "Nearest: 2;"),
+        ({"train_batch_size": 48, "gradient_accumulation_steps": 4}, ""),
+        ({"train_batch_size": 50, "gradient_accumulation_steps": "auto"}, ""),
+        ({"train_batch_size": "auto"}, ""),
+    ],
+)
+def test_a_global_batch_that_fits_no_number_of_ranks_is_told_of_the_text_alone(said: dict[str, Any], fix: str) -> None:
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2} | said
+    draft, _ = as_written(Config(engine=DeepSpeed(config=json.dumps(config))), tiny_facts())
+    assert [flaw.fix.startswith(fix) for flaw in draft.flaws if flaw.rule == "deepspeed.batch"] == [True] * bool(fix)
+
+
+def test_a_stage_in_quotes_is_told_once_and_gone_on_with() -> None:
+    """So that no other rule speaks of a stage that nobody has asked for."""
+    draft, stage = as_written(Config(engine=DeepSpeed(config={"zero_optimization": {"stage": "3"}})), tiny_facts())
+    assert ([flaw.rule for flaw in draft.flaws], stage) == (["deepspeed.wrong-type"], 3)
+
+
 def test_ranks_that_hold_one_model_together_count_once() -> None:
     found = batch({"tensor_parallel": {"autotp_size": 4}}, world=8, micro_batch=3)
     assert (numbers(found), found.ranks) == ((3, 1, 6), 2)
     assert "tensor-parallel" in rules(batch({"tensor_parallel": {"autotp_size": 3}}, world=8, micro_batch=3))
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "fix"),
+    [(3, 3, "Write 2 or 4, or start other processes."), (3, 4, ""), (3, 16, ""), (3, 0, ""), (2, 3, "")],
+)
+def test_a_group_of_zero_plus_plus_divides_the_ranks(stage: int, size: int, fix: str) -> None:
+    """More ranks than there are is all of them (``_create_zero_param_parallel_group``)."""
+    zero = {"stage": stage, "zero_hpz_partition_size": size}
+    found = batch({"zero_optimization": zero}, world=8, micro_batch=3)
+    assert [flaw.fix for flaw in found.flaws if flaw.rule == "deepspeed.tensor-parallel"] == [fix] * bool(fix)
 
 
 def test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_asked_for() -> None:

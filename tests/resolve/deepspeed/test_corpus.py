@@ -144,7 +144,7 @@ def test_what_deepspeed_accepts_is_refused_for_reasons_that_are_ours_to_give() -
         "deepspeed.offload",  # likewise
         "deepspeed.precision",  # torch_autocast, beside a precision of prepkit's
         "deepspeed.unknown-key",  # ignored without a word
-        "deepspeed.unknown-type",  # accepted as a config, refused by the engine
+        "deepspeed.removed-type",  # accepted as a config, refused by the engine
     }, reasons
 
 

@@ -90,7 +90,9 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
         '{"scheduler": {"type": "WarmupLR", "params": {}}}',
         scheduler=SchedulerFacts(name="StepLR", drives_optimizer=True),
     ),
-    "deepspeed.unknown-type": lambda: _deepspeed('{"optimizer": {"type": "OneBitAdam"}}', optimizer=None),
+    "deepspeed.unknown-type": lambda: _deepspeed('{"optimizer": {"type": "AdamWW"}}', optimizer=None),
+    "deepspeed.removed-type": lambda: _deepspeed('{"optimizer": {"type": "OneBitAdam"}}', optimizer=None),
+    "deepspeed.missing-key": lambda: _deepspeed('{"scheduler": {"type": "WarmupDecayLR", "params": {}}}'),
     "deepspeed.schedule-alone": lambda: _deepspeed(engine_schedule=Schedule(warmup_steps=10)),
     "deepspeed.scheduler-ticks": lambda: _deepspeed(
         scheduler=SchedulerFacts(name="WarmupLR", drives_optimizer=True), scheduler_ticks=2

@@ -1,0 +1,111 @@
+"""What a library does in a way of its own, and is right: no finding tells its users of prepkit's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prepkit.config import FSDP1, DeepSpeed
+from prepkit.formats.importers import import_config
+from tests.support.command_line import run
+
+
+def test_accumulation_that_a_launch_config_leaves_to_the_trainer_is_left_open(tmp_path: Path) -> None:
+    """accelerate's plugin keeps the word, and the Trainer fills it in."""
+    (tmp_path / "a.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2, gradient_accumulation_steps: auto}\n"
+    )
+    config = import_config(tmp_path / "a.yaml").config
+    assert (type(config.engine), config.accumulation) == (DeepSpeed, None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "machines", "sharding"),
+    [
+        ("HYBRID_SHARD", 1, "FULL_SHARD"),
+        ("HYBRID_SHARD_ZERO2", 1, "SHARD_GRAD_OP"),
+        ("HYBRID_SHARD", 2, "HYBRID_SHARD"),
+        ("FULL_SHARD", 1, "FULL_SHARD"),
+    ],
+)
+def test_a_copy_for_each_machine_of_one_is_one_copy(asked: str, machines: int, sharding: str, tmp_path: Path) -> None:
+    """torch makes a group of copies with one member, and shards over the ranks of the machine."""
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        f"distributed_type: FSDP\nnum_machines: {machines}\nnum_processes: 8\nfsdp_config:\n"
+        f"  fsdp_sharding_strategy: {asked}\n  fsdp_cpu_ram_efficient_loading: false\n"
+    )
+    engine = import_config(path).config.engine
+    assert isinstance(engine, FSDP1)
+    assert engine.sharding == sharding
+    assert json.loads(run("check", str(path), "--json").stdout)["findings"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("output_dir: x\nmax_steps: 9\ngradient_checkpointing: true\n", {"checkpoint.cache"}),
+        ("model_name_or_path: m\nstage: sft\noutput_dir: x\n", {"checkpoint.cache"}),
+        ("base_model: m\nadapter: lora\ngradient_checkpointing: true\n", {"checkpoint.cache"}),
+        (
+            "base_model: m\nadapter: lora\ngradient_checkpointing: offload\ntorch_compile: true\n",
+            {"checkpoint.cache", "checkpoint.offload-compiled"},
+        ),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_activation_checkpointing: true}\n", set()),
+    ],
+)
+def test_a_library_names_the_rules_whose_harm_it_keeps_away(text: str, rules: set[str], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert set(import_config(tmp_path / "a.yaml").seen_to) == rules
+
+
+_ZERO = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: "
+_FALLING = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+_AXIS = "parallelism_config_"
+_FSDP = "distributed_type: FSDP\nnum_processes: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fix"),
+    [
+        (
+            "a.yaml",
+            f"{_ZERO}{{zero_stage: 2, offload_optimizer_device: nvme}}\n",
+            "Write `deepspeed_config.offload_optimizer_nvme_path` with a folder on that drive.",
+        ),
+        (
+            "a.yaml",
+            f"{_ZERO}{{zero_stage: 2, offload_param_device: cpu}}\n",
+            "Write zero_stage: 3 or higher, or leave offload_param out.",
+        ),
+        ("a.yaml", f"{_ZERO}{{zero_stage: three, zero3_init_flag: true}}\n", "Write a number."),
+        (
+            "a.yaml",
+            "distributed_type: MULTI_CPU\nnum_processes: 8\nmixed_precision: fp16\n",
+            "Write mixed_precision: bf16 or mixed_precision: 'no'.",
+        ),
+        (
+            "a.yaml",
+            f"{_FSDP}parallelism_config: {{{_AXIS}dp_replicate_size: 2, {_AXIS}dp_shard_size: 3}}\n",
+            "Write dp_replicate_size: 2 with dp_shard_size: 4 or ",
+        ),
+        (
+            "a.json",
+            '{"zero_optimization": {"stage": 1}, "gradient_clipping": -1.0}',
+            'Write a limit above 0, such as "gradient_clipping": 1.0, or 0.0 for none.',
+        ),
+        (
+            "a.json",
+            json.dumps({"zero_optimization": {"stage": 1}, "scheduler": _FALLING}),
+            "Write the steps of the whole run.",
+        ),
+        ("a.toml", "[training]\nmax_norm = -1.0\n", "Write a limit above 0, such as training.max_norm = 1.0."),
+        ("b.yaml", "output_dir: x\nmax_steps: 9\nfsdp: full_shrad\n", "Write full_shard in its place."),
+    ],
+)
+def test_a_fix_is_what_is_typed_in_the_file(name: str, text: str, fix: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    (found,) = json.loads(run("check", str(tmp_path / name), "--json").stdout)["findings"]
+    assert found["fix"].startswith(fix)
