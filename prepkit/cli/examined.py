@@ -352,8 +352,8 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     wheres = [finding.where.partition(":$")[2] for finding in said]
     unread = tuple(f"config{where}" for where in wheres if where)
     asked = _asked(one, cluster, imported, sizes)
-    asked_of = [one for one in asked.said if one.rule not in imported.seen_to]
-    found = [one for one in asked_of if not f"{one.where}.".startswith(unread or ("\n",))]
+    theirs = (finding for finding in asked.said if finding.rule not in imported.seen_to)
+    found = [finding for finding in theirs if not f"{finding.where}.".startswith(unread or ("\n",))]
     written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
     every = tuple(map(imported.worded, written))
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
