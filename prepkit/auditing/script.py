@@ -29,6 +29,7 @@ from prepkit.auditing.window import Window
 from prepkit.findings import Finding
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.ranks import end_groups
+from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
 
 
@@ -46,21 +47,27 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
     gradients, those of other optimizers, the scheduler that drives it, and the loaders that are being iterated.
-    Raises ``ScriptEnded`` for what the script itself raises before that.
+    Raises ``ScriptEnded`` for what the script itself raises before that, and where other ranks do not come to it.
     """
+    arrivals = Arrivals()
     try:
         with as_main(script, arguments):
-            return audit_run(lambda: runpy.run_path(script, run_name="__main__"))
+            return audit_run(lambda: runpy.run_path(script, run_name="__main__"), arrivals)
+    except RanksApart as apart:
+        raise ScriptEnded(str(apart)) from apart
     except SystemExit as end:
+        arrivals.ends("its script has left before")
         if end.code:
             raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
     except Exception as error:
-        raise ScriptEnded(told(script, error)) from error
+        arrivals.ends(f"its script has raised {type(error).__name__}: {error!s:.200}")
+        raise ScriptEnded(arrivals.verdict() or told(script, error)) from error
     return None
 
 
-def audit_run(run: Callable[[], object]) -> Audit | None:
+def audit_run(run: Callable[[], object], arrivals: Arrivals | None = None) -> Audit | None:
     """The same of a function that trains. Raises what it raises before its first step."""
+    arrivals = Arrivals() if arrivals is None else arrivals
     seen: list[Audit] = []
 
     def end(found: Audit) -> None:
@@ -68,23 +75,28 @@ def audit_run(run: Callable[[], object]) -> Audit | None:
         raise FirstStep
 
     try:
-        with audited_at_first_step(end):
+        with audited_at_first_step(end, arrivals):
             run()
+        arrivals.ends("its script has come to its end")
     except FirstStep:
         pass
     return seen[0] if seen else None
 
 
 @contextmanager
-def audited_at_first_step(heard: Callable[[Audit], None]) -> Iterator[None]:
-    """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there."""
-    window, stepped = Window(), False
+def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) -> Iterator[None]:
+    """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
+
+    Raises ``RanksApart`` there where not every rank comes.
+    """
+    window, stepped = Window(arrivals=arrivals), False
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
         nonlocal stepped
         if stepped:
             return
         stepped = True
+        arrivals.meet("its first step")
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
         heard(_everywhere(audit_step(optimizer, made=not closure, window=window)))
 

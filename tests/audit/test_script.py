@@ -146,6 +146,38 @@ def test_ranks_of_torchrun_are_audited_together(run: Auditor) -> None:
     assert "error run.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
 
 
+ONE_LEAVES = RANKS.replace("optimizer.step()", "if dist.get_rank() == 1: sys.exit()\n    optimizer.step()")
+ONE_SKIPS = RANKS.replace(
+    "optimizer.step()",
+    """if dist.get_rank() == 1:
+        model.module(x)
+        import time; time.sleep(4); sys.exit()
+    optimizer.step()""",
+)
+QUICK = "from prepkit.ranks import arrivals\narrivals.SAID_S, arrivals.AHEAD_S, arrivals.LOOK_S = 0.0, 1.0, 0.1\n"
+AT_STEP = "Rank 0 has come to its first step, and rank 1 has not: rank 1 has called a model"
+
+
+def test_a_rank_that_leaves_before_its_step_is_named_by_the_others(run: Auditor) -> None:
+    code, _, err = run(QUICK + ONE_LEAVES, "train.py", world=2)
+    assert code == 3
+    assert f"{AT_STEP} 1 time and gone backward 1 time" in err
+    assert "Rank 1: its script has left before" in err
+    code, out, err = run(QUICK + ONE_LEAVES, "--prove", "train.py", world=2)
+    assert code == 1, err
+    assert out.startswith(f"nothing was proven\nerror prove.uneven at loop: {AT_STEP} 1 time")
+    assert "Rank 1: its script has left, and has not stepped" in out
+
+
+def test_a_rank_that_skips_its_step_is_given_up(run: Auditor) -> None:
+    code, out, err = run(QUICK + ONE_SKIPS, "--prove", "train.py", world=2)
+    assert code == 1, err
+    assert f"prepkit: {AT_STEP}" in err
+    assert out.startswith(f"nothing was proven\nerror prove.uneven at loop: {AT_STEP} 2 times and gone backward 1 time")
+    assert "Rank 1 has done nothing more for" in out
+    assert "Traceback" not in err
+
+
 def test_a_trainer_is_audited_at_its_first_step(run: Auditor) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
