@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.window import Window
+from prepkit.auditing.window import Window, goes_backward
 from prepkit.findings import Finding
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.ranks import end_groups
@@ -98,7 +98,8 @@ def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) ->
         stepped = True
         arrivals.meet("its first step")
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
-        heard(_everywhere(audit_step(optimizer, made=not closure, window=window)))
+        made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
+        heard(_everywhere(audit_step(optimizer, made=made, window=window)))
 
     handle = register_optimizer_step_pre_hook(look)
     try:

@@ -258,6 +258,11 @@ def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
     return steps, (steps if configs[0].interval == "step" else epochs)
 
 
+def goes_backward() -> bool:
+    """Return whether this is inside of a backward, as in a hook of a parameter's."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @contextmanager
 def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``around`` is called with the function and its arguments in its place."""

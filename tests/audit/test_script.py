@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step
-from prepkit.observe.prepared.loaders import prepared_loader
+from prepkit.observe.prepared.loaders import first_sample, prepared_loader
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.fork_server import ForkServers
 from tests.support.script import ran
@@ -213,6 +213,11 @@ def test_a_loader_that_is_written_into_the_loop_is_found_by_what_reads() -> None
     (loader,) = found.facts.loaders
     assert (loader.seen.batch_size, loader.seen.length, loader.seen.drop_last) == (4, len(rows()), True)
     assert loader.seen.sampler == "random"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_data_set_of_bare_tensors_is_not_asked_by_name() -> None:
+    assert first_sample(torch.zeros(4, 8, dtype=torch.int64), None) == ""
 
 
 def test_a_stream_that_accelerate_hands_out_is_divided_by_it() -> None:

@@ -55,6 +55,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     "right",
     [
         *RIGHT[::2],
+        *RIGHT[-1:],
         *map(Right, RIGHT_UNUSUAL),
         *map(Right, DRAWN_RIGHT[::13]),
         *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
