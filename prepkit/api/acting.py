@@ -155,8 +155,8 @@ def prove(
     whose gradients are named and not compared. ``model`` stays as it is.
 
     Raises ``ValueError`` for too few batches, for a loss that returns no number, and for a hook that cannot be pickled;
-    ``TypeError`` for batches that are no list, and for a loss that does not take both; ``PlanRejected`` where there is no such plan for these processes; and what a process raises,
-    as torch's ``ProcessRaisedException``.
+    ``TypeError`` for batches that are no list, and for a loss that does not take both; ``PlanRejected`` where there is
+    no such plan for these processes; and what a process raises, as torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
     needs_torch("pk.prove")

@@ -32,6 +32,9 @@ from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
 
+LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
+"""Rooms of prepkit whose code stands between a script and torch."""
+
 
 class FirstStep(BaseException):
     """Ends the script where its first step would begin; no ``except Exception`` of the script holds it up."""
@@ -116,6 +119,9 @@ def told(script: str, error: Exception) -> str:
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
+    last = traceback.extract_tb(frames)[-1].filename if frames is not None else ""
+    if any(last.startswith(own) or own in str(error) for own in LISTENS):
+        return f"{shown}this was raised by what prepkit listens with, and not by {script}: report it, please"
     return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
 
 

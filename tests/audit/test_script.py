@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from prepkit.auditing import window
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step
+from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step, told
 from prepkit.observe.prepared.loaders import first_sample, prepared_loader
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.fork_server import ForkServers
@@ -235,3 +236,15 @@ def test_a_stream_that_accelerate_hands_out_is_divided_by_it() -> None:
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.ones(8, WIDTH))
+
+
+def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
+    def failing() -> Exception:
+        try:
+            window._alike(None, "a")  # type: ignore[arg-type]
+        except AttributeError as error:
+            return error
+        raise AssertionError
+
+    assert "not by train.py: report it, please" in told("train.py", failing())
+    assert "train.py raised before its first optimizer step" in told("train.py", ValueError("mine"))
