@@ -56,7 +56,8 @@ def steps_of(window: Replay) -> tuple[tuple[StepProof, ...], str]:
             found += _steps(window, one) if one.trained else ()
         except CannotStep as why_not:
             said[str(why_not)] = None
-    return tuple(found) if any(one.held for one in found) else (), "; ".join(said)
+    none = said and not any(one.held for one in found)  # nothing is known of any step
+    return () if none else tuple(found), "; ".join(said)
 
 
 class CannotStep(RuntimeError):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from torch import nn
 
 from prepkit.auditing.script import audit_script
+from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
 from prepkit.proving.hooks import known_accumulation
@@ -513,3 +514,15 @@ def test_gradients_that_are_cleared_before_a_step_are_an_error_where_that_is_cer
     assert ("cleared that train nothing" in str(proof)) == any(
         "before any step" in one for one in map(str, proof.findings)
     )
+
+
+def test_a_hook_on_calls_is_not_compiled_with_the_model() -> None:
+    """torch.compile keeps the call that it finds, and traces it later, when nobody listens any longer too."""
+    told, x, plain = list[nn.Module](), torch.ones(2, 3), nn.Module.__call__
+    with called_first(told.append):
+        outer = nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"))
+        outer(x)
+    outer(x)
+    outer[0](x)
+    assert told == [outer]
+    assert nn.Module.__call__ is plain
