@@ -527,3 +527,10 @@ def test_a_hook_on_calls_is_not_compiled_with_the_model() -> None:
     outer[0](x)
     assert list(map(type, told)) == [nn.Sequential]
     assert nn.Module.__call__ is plain
+
+
+def test_a_step_over_rows_is_replayed_beside_one_over_layers(tmp_path: Path) -> None:
+    proof = proved(tmp_path, RIGHT["rows that one optimizer steps, and layers that another does"])
+    assert proof is not None
+    assert [one.name for one in proof.facts.steps] == ["rows.weight", "head.weight", "head.bias"]
+    assert all(one.expected > 0 for one in proof.facts.steps)
