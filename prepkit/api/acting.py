@@ -154,8 +154,9 @@ def prove(
     and the batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters,
     whose gradients are named and not compared. ``model`` stays as it is.
 
-    Raises ``ValueError`` for too few batches and for a hook that cannot be pickled, ``PlanRejected`` where there is no
-    such plan for these processes, and what a process raises, as torch's ``ProcessRaisedException``.
+    Raises ``ValueError`` for too few batches, for a loss that returns no number, and for a hook that cannot be pickled;
+    ``TypeError`` for batches that are no list, and for a loss that does not take both; ``PlanRejected`` where there is
+    no such plan for these processes; and what a process raises, as torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
     needs_torch("pk.prove")
@@ -164,8 +165,10 @@ def prove(
     from prepkit.court import report
     from prepkit.facts.proof import ClipProof
     from prepkit.observe.env import observe_env
-    from prepkit.proving.spawned import Trial, enough, hooks_of, prove_in_processes
+    from prepkit.proving.spawned import Trial, checked_loss, enough, hooks_of, prove_in_processes
 
+    given, told = enough(batches, processes, plan.owners.accumulation_steps)
+    loss = checked_loss(loss)
     cfg, facts = plan.config, plan.facts
     there, more = (facts.env.world_size, facts.env.device), facts.loaders or facts.scheduler or not facts.env.torch
     if there != (processes, "cpu") or more:
@@ -176,7 +179,8 @@ def prove(
         plan=evolve(plan, target=None),
         model=model,
         optimizer=optimizer,
-        batches=enough(batches, processes, steps),
+        batches=given,
+        told=told,
         loss=loss,
         accumulation=steps,
         clip=ClipProof(most=cfg.clip.max_norm, power=cfg.clip.norm_type) if isinstance(cfg.clip, ClipNorm) else None,

@@ -12,6 +12,7 @@ from torch import nn
 
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import RunningLook
+from prepkit.auditing.window import goes_backward
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
@@ -50,7 +51,7 @@ def audit(
     needs = {need for rule in rules for need in rule.needs} & (BEFORE_A_STEP | ({Need.GRADIENTS} if at_step else set()))
     facts = look(model, optimizer, scheduler, loaders, needs=needs if ask_ranks else needs - {Need.RANKS}, env=env)
     inside, unused = accelerate_window(optimizer) if at_step else (False, False)
-    there = at_step and any(param.grad is not None for param in model.parameters())  # as in a hook of backward
+    there = (at_step or goes_backward()) and any(param.grad is not None for param in model.parameters())
     facts = evolve(facts, gradients_on=there or torch.is_grad_enabled(), window=window)
     facts = evolve(facts, inside_window=inside, unused_window=unused)
     if facts.world_size > 1:
@@ -77,7 +78,10 @@ def unasked(rules: Iterable[Rule], facts: RunFacts, *, at_step: bool) -> Iterato
     if not facts.optimizers:
         absent |= dict.fromkeys((Need.OPTIMIZERS, Need.STATE), "the optimizer, as there is none")
     if not at_step:
-        absent[Need.GRADIENTS] = "the gradients, as nobody is about to step: run prepkit audit SCRIPT"
+        coming = "the gradients, of which some are still to come: the step is inside of the backward, or makes them"
+        absent[Need.GRADIENTS] = (
+            coming if facts.window else "the gradients, as nobody is about to step: run prepkit audit SCRIPT"
+        )
     elif facts.engine is not None:
         absent[Need.GRADIENTS] = "the gradients, which DeepSpeed keeps where nobody sees them"
     if not facts.loaders:

@@ -25,11 +25,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.window import Window
+from prepkit.auditing.window import Window, goes_backward
 from prepkit.findings import Finding
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.ranks import end_groups
+from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
+
+LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
+"""Rooms of prepkit whose code stands between a script and torch."""
 
 
 class FirstStep(BaseException):
@@ -46,21 +50,27 @@ def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
     gradients, those of other optimizers, the scheduler that drives it, and the loaders that are being iterated.
-    Raises ``ScriptEnded`` for what the script itself raises before that.
+    Raises ``ScriptEnded`` for what the script itself raises before that, and where other ranks do not come to it.
     """
+    arrivals = Arrivals()
     try:
         with as_main(script, arguments):
-            return audit_run(lambda: runpy.run_path(script, run_name="__main__"))
+            return audit_run(lambda: runpy.run_path(script, run_name="__main__"), arrivals)
+    except RanksApart as apart:
+        raise ScriptEnded(str(apart)) from apart
     except SystemExit as end:
+        arrivals.ends("its script has left before")
         if end.code:
             raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
     except Exception as error:
-        raise ScriptEnded(told(script, error)) from error
+        arrivals.ends(f"its script has raised {type(error).__name__}: {error!s:.200}")
+        raise ScriptEnded(arrivals.verdict() or told(script, error)) from error
     return None
 
 
-def audit_run(run: Callable[[], object]) -> Audit | None:
+def audit_run(run: Callable[[], object], arrivals: Arrivals | None = None) -> Audit | None:
     """The same of a function that trains. Raises what it raises before its first step."""
+    arrivals = Arrivals() if arrivals is None else arrivals
     seen: list[Audit] = []
 
     def end(found: Audit) -> None:
@@ -68,25 +78,31 @@ def audit_run(run: Callable[[], object]) -> Audit | None:
         raise FirstStep
 
     try:
-        with audited_at_first_step(end):
+        with audited_at_first_step(end, arrivals):
             run()
+        arrivals.ends("its script has come to its end")
     except FirstStep:
         pass
     return seen[0] if seen else None
 
 
 @contextmanager
-def audited_at_first_step(heard: Callable[[Audit], None]) -> Iterator[None]:
-    """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there."""
-    window, stepped = Window(), False
+def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) -> Iterator[None]:
+    """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
+
+    Raises ``RanksApart`` there where not every rank comes.
+    """
+    window, stepped = Window(arrivals=arrivals), False
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
         nonlocal stepped
         if stepped:
             return
         stepped = True
+        arrivals.meet("its first step")
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
-        heard(_everywhere(audit_step(optimizer, made=not closure, window=window)))
+        made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
+        heard(_everywhere(audit_step(optimizer, made=made, window=window)))
 
     handle = register_optimizer_step_pre_hook(look)
     try:
@@ -103,6 +119,9 @@ def told(script: str, error: Exception) -> str:
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
+    last = traceback.extract_tb(frames)[-1].filename if frames is not None else ""
+    if any(last.startswith(own) or own in str(error) for own in LISTENS):
+        return f"{shown}this was raised by what prepkit listens with, and not by {script}: report it, please"
     return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
 
 

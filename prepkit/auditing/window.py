@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, WindowFacts
+from prepkit.objects.fsdp2_units import is_unit
+from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
     "cross_entropy": ("Softmax",),
@@ -49,7 +52,10 @@ class Window:
     undivided: bool = False
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     folder: str = ""
+    arrivals: Arrivals = field(factory=Arrivals)
+    """Is told of calls and backwards."""
     _float16: dict[str, None] = field(factory=dict)
+    _float16_units: dict[str, None] = field(factory=dict)
     _unscaled: set[int] = field(factory=set)
     _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
@@ -81,6 +87,7 @@ class Window:
         trainer, steps, ticks = _planned()
         return WindowFacts(
             float16=tuple(self._float16),
+            float16_units=tuple(self._float16_units),
             scaled=self.scaled,
             scaler_steps=self.stepping,
             clipped_scaled=self.clipped_scaled,
@@ -97,8 +104,12 @@ class Window:
         )
 
     def _enters(self, module: nn.Module) -> None:
+        if next(module.parameters(), None) is not None:
+            self.arrivals.calls()
         if not torch.is_grad_enabled():
             return
+        if id(module) not in self._called and any(one.requires_grad for one in module.parameters()):
+            self._float16_units |= dict.fromkeys(_float16_units(module))
         self._called[id(module)] = weakref.ref(module)
         narrow = next((one for one in module.parameters() if one.requires_grad and one.dtype == torch.float32), None)
         kind = None if narrow is None else narrow.device.type
@@ -138,6 +149,7 @@ class Window:
 
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
         self.went_backward = True
+        self.arrivals.goes_backward()
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         node = getattr(loss, "grad_fn", None)
         if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:
@@ -177,6 +189,17 @@ class Window:
             plain(reading, loader)
         finally:
             loader.worker_init_fn = before
+
+
+def _float16_units(root: nn.Module) -> Iterator[str]:
+    """Yield the class of the options by which a unit of FSDP1 or FSDP2 computes in float16."""
+    for module in root.modules():
+        fsdp1 = isinstance(module, FullyShardedDataParallel)
+        options: Any = None
+        if fsdp1 or is_unit(module):
+            options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+        if getattr(options, "param_dtype", None) == torch.float16:
+            yield type(options).__name__
 
 
 def _alike(key: str, name: str) -> bool:
@@ -235,6 +258,11 @@ def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
     return steps, (steps if configs[0].interval == "step" else epochs)
 
 
+def goes_backward() -> bool:
+    """Return whether this is inside of a backward, as in a hook of a parameter's."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @contextmanager
 def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``around`` is called with the function and its arguments in its place."""
@@ -253,9 +281,11 @@ def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[N
 @contextmanager
 def called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
     """Inside, ``tell`` is told of modules that are called from outside of any other, before they are."""
-    plain = nn.Module.__call__
+    plain, listens = nn.Module.__call__, True
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not listens:  # torch.compile keeps what it finds here, and traces it
+            return plain(module, *args, **kwargs)
         tell(module)
         nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
         try:
@@ -267,4 +297,4 @@ def called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.__call__ = plain  # type: ignore[method-assign]
+        nn.Module.__call__, listens = plain, False  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -176,19 +177,28 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
     from prepkit import codec
     from prepkit.api import prove as run
     from prepkit.applying.rehearse import factory
-    from prepkit.findings import PlanRejected
+    from prepkit.findings import FindingWarning, PlanRejected
     from prepkit.findings import errors as errors_of
 
     (plan,) = plan_files.load((plan_file,), as_json)
     try:
-        made, given = factory.build(model, "cpu"), factory.named(batches)()
-        proof = run(plan, made, given, loss=factory.named(loss) if loss else None, processes=processes)
+        made, given, of = factory.build(model, "cpu"), factory.named(batches)(), factory.named(loss) if loss else None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     except PlanRejected as refused:
         plan_files.refuse((refused,), as_json)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FindingWarning)  # told below: they would point at this command
+            proof = run(plan, made, given, loss=of, processes=processes)
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
+    except PlanRejected as refused:
+        plan_files.refuse((refused,), as_json)
+    warned = () if proof.attestation is None else proof.attestation.warned
+    every = tuple(dict.fromkeys((*proof.findings, *warned)))
     if as_json:
-        say_json({"findings": [codec.to_data(finding) for finding in proof.findings], "seconds": proof.seconds})
+        say_json({"findings": [codec.to_data(finding) for finding in every], "seconds": proof.seconds})
     else:
-        say(str(proof))
+        say("\n".join((str(proof), *map(str, every[len(proof.findings) :]))))
     sys.exit(1 if errors_of(proof.findings) or proof.facts.unproven else 0)

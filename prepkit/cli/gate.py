@@ -70,8 +70,7 @@ def gate(
     """
     if write_baseline and baseline is None:
         raise click.UsageError("--write-baseline needs --baseline FILE")
-    # a hook is handed every file that has changed: those that nothing tells to be a config are passed by
-    asked = tuple(path for path in paths or (".",) if kind or Path(path).is_dir() or found(path) is not None)
+    asked = _told_by_something(paths or (".",), kind)
     today = day.date() if day else date.today()
     result, stopped = _gathered(asked, cluster, kind, policies, today)
     every, excepted = result.standing, result.excepted
@@ -83,6 +82,16 @@ def gate(
     new = (*stopped, *_new(every, baseline))
     _tell(form, new, len(stopped) + len(every) - len(new), excepted)
     sys.exit(1 if stopped or (strict and any(finding.severity is Severity.ERROR for _, finding in new)) else 0)
+
+
+def _told_by_something(paths: tuple[str, ...], kind: str | None) -> tuple[str, ...]:
+    """Return the paths that are checked: of several files those that something tells to be a config, or a script."""
+    if kind or len(paths) == 1:
+        return paths
+    passed_by = [path for path in paths if not Path(path).is_dir() and found(path) is None]
+    if passed_by:
+        say(f"passed by, since nothing tells what they are: {', '.join(passed_by)}; --from KIND says it", err=True)
+    return tuple(path for path in paths if path not in passed_by)
 
 
 def _gathered(

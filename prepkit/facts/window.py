@@ -38,6 +38,8 @@ class WindowFacts:
 
     float16: tuple[str, ...] = ()
     """Classes of modules that were called under an autocast to float16 and train in float32."""
+    float16_units: tuple[str, ...] = ()
+    """Classes of options, of FSDP1 or FSDP2, by which units of what is trained compute in float16."""
     scaled: bool = False
     """Whether a loss went through an enabled ``GradScaler``."""
     scaler_steps: bool = False

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -108,6 +107,12 @@ class Called:
     entry: str = "forward"
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
+
+    def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield its tensors by their keys in a record, where it is the call of this number."""
+        of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen), ("before", self.buffers))
+        for kind, tensors in of:
+            yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
 
     def recorded(self) -> RecordedCall:
         """As the file has it."""
@@ -222,6 +227,7 @@ def _used(root: nn.Module | None, loss: Tensor, ends: set[int]) -> Iterator[str]
     yield from (known[id(leaf)] for leaf in used_outside(loss, ends) if id(leaf) in known)
 
 
+TRAINER = "transformers.Trainer"
 COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
 
 
@@ -368,67 +374,6 @@ def line_of(what: str) -> Iterator[str]:
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
 
 
-def plain_options(optimizer: Any, group: dict[str, Any]) -> str:
-    """Class and plain options of one of its groups, as JSON."""
-    kept: dict[str, Any] = {
-        key: list(map(_number, value)) if isinstance(value, tuple | list) else _number(value)
-        for key, value in group.items()
-        if key not in ("params", "initial_lr", "param_names")
-        and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
-    }
-    return json.dumps({"class": class_of(optimizer), **kept}, sort_keys=True)
-
-
-def class_of(optimizer: Any) -> str:
-    """Its name, for an optimizer of torch's or DeepSpeed's; else with its module, as others have the same names."""
-    kind = type(optimizer)
-    return (
-        kind.__name__ if kind.__module__.startswith(("torch.", "deepspeed.")) else f"{kind.__module__}.{kind.__name__}"
-    )
-
-
-def is_fresh(state: Any) -> bool:
-    """Return whether it is as the optimizer has made it: Adagrad has some before its first step."""
-    return not state or ("step" in state and float(state["step"]) == 0)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value
-
-
-def given_to(optimizer: Any) -> Iterator[Any]:
-    """Every parameter that an optimizer holds."""
-    return (param for group in optimizer.param_groups for param in group["params"])
-
-
-def holds(root: nn.Module | None, which: Any) -> bool:
-    """Return whether an optimizer, or a module, has a parameter of this one."""
-    mine = {id(param) for param in root.parameters()} if root is not None else set()
-    held = which.parameters() if isinstance(which, nn.Module) else given_to(which)
-    return any(id(param) in mine for param in held)
-
-
-def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, Any, int]]:
-    """Of each parameter that it holds: the group, the tensor that is stepped, and where in it the part begins."""
-    found: dict[str, tuple[int, Any, int]] = {}
-    rows = [
-        (local(param).data_ptr(), local(param).numel() * local(param).element_size(), group, param)
-        for group, options in enumerate(optimizer.param_groups)
-        for param in options["params"]
-    ]
-    for name, part in known.items():
-        values = part.values
-        for begin, nbytes, group, param in rows:
-            if values.numel() and begin <= values.data_ptr() < begin + nbytes:
-                found[name] = (group, param, (values.data_ptr() - begin) // values.element_size())
-                break
-    return found
-
-
 def engine_of(root: nn.Module | None) -> Any:
     """DeepSpeed's engine, at the root or in it."""
     found = (
@@ -466,5 +411,30 @@ def said_accumulation() -> int | None:
     """Micro-batches of a step as accelerate was told; None: it was not, or is not there."""
     state = sys.modules.get("accelerate.state")
     shared = getattr(getattr(state, "GradientState", None), "_shared_state", {})
-    steps = shared.get("plugin_kwargs", {}).get("num_steps")
+    return _several(shared.get("plugin_kwargs", {}).get("num_steps"))
+
+
+def trainer_accumulation() -> int | None:
+    """The same of the Trainer of transformers whose code steps now; it divides by itself, and tells accelerate 1."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if any(f"{one.__module__.partition('.')[0]}.{one.__name__}" == TRAINER for one in type(owner).__mro__):
+            return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
+        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+    return None
+
+
+def known_accumulation(trainer: int | None, engine: Any, micros: Collection[Micro]) -> int | None:
+    """Micro-batches of a step as accelerate, a Trainer or DeepSpeed has been told; None: nobody was.
+
+    Where backwards stand in several lines, a micro-batch may have several of them: an engine's number counts none.
+    """
+    if (said := said_accumulation()) is not None:
+        return said
+    steps = trainer if engine is None else trainer or _several(engine.gradient_accumulation_steps())
+    return steps if len({one.line for one in micros}) < 2 else None
+
+
+def _several(steps: Any) -> int | None:
     return steps if isinstance(steps, int) and steps > 1 else None

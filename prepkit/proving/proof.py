@@ -21,6 +21,8 @@ from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
 from prepkit.rules.run.proof_causes import by_hand
 
+STAND_IN = "the model returns no loss, and none was given: the mean of its squared outputs stood in for one"
+
 
 @frozen(kw_only=True)
 class Proof:
@@ -70,7 +72,8 @@ class Proof:
             said = "nothing is known of its gradients"
         elif facts.cleared and not facts.wasted:
             said += f"; before it {count(facts.cleared, 'micro-batch')} cleared that train nothing"
-        return f"{of}proof of {seen}, {len(facts.steps)} steps: {said}"
+        made_up = " of a loss that prepkit has made up" if STAND_IN in facts.limits else ""
+        return f"{of}proof of {seen}, {len(facts.steps)} steps{made_up}: {said}"
 
 
 def prove_records(model: nn.Module, folder: Path, hooked: tuple[str, ...] = ()) -> Proof:

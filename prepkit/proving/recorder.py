@@ -32,20 +32,18 @@ from prepkit.proving.hooks import (
     engine_of,
     entry_of,
     held_parts,
-    holds,
-    is_fresh,
+    known_accumulation,
     line_of,
     other_buffers,
     parameters,
-    places,
-    plain_options,
-    said_accumulation,
     shapes,
+    trainer_accumulation,
     with_gradients,
 )
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
+from prepkit.proving.steppers import acting, holds, is_fresh, places, plain_options
 from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
@@ -103,6 +101,8 @@ class Recorder:
     _optimizers: list[Any] = field(factory=list, init=False)
     _options: tuple[str, ...] = field(default=(), init=False)
     _tokens: float | None = field(default=None, init=False)
+    _told: int | None = field(default=None, init=False)
+    """The accumulation that a Trainer was told."""
     _numbers: dict[int, int] = field(factory=dict, init=False)
     """Identities of groups to their places among the options."""
     _fresh: bool = field(default=True, init=False)
@@ -165,17 +165,14 @@ class Recorder:
         if self.root is None or not self.stepped:
             raise ValueError("no optimizer has stepped parameters of a model that was called")
         for call_at, call in enumerate(self._calls):
-            self._tensors |= {f"input/{call_at}/{key}": tensor for key, tensor in call.tensors.items()}
-            self._tensors |= {f"output/{call_at}/{place}": grad for place, grad in call.arrived.items()}
-            self._tensors |= {f"seen/{call_at}/{place}": numbers for place, numbers in call.seen.items()}
-            self._tensors |= {f"before/{call_at}/{path}": buffer for path, buffer in call.buffers.items()}
+            self._tensors |= dict(call.held(call_at))
         for other in self.family[1:] if self.family[0] is self else ():
             if not other.stepped:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
         engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._scale
         clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._optimizers
-        known = said_accumulation() if self.accumulation is None else self.accumulation
+        known = self.accumulation or known_accumulation(self._told, engine, self._micros)
         if engine is not None and clip is None and engine.gradient_clipping():
             clip = clip_of(engine)
         head = Head(
@@ -417,22 +414,23 @@ class Recorder:
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
             self._around.moved = self._around.changed(self.root)
+            self._told = trainer_accumulation()
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
             self._around.tried()
             return
-        self._stepping = True
+        self._stepping, state = True, acting(optimizer).state
         self._lines |= dict.fromkeys(line_of("step"))
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
-            self._fresh = self._fresh and all(map(is_fresh, optimizer.state.values()))
+            self._fresh = self._fresh and all(map(is_fresh, state.values()))
         for group in optimizer.param_groups:  # DeepSpeed's ZeRO 1 and 2 step one after the other
             if id(group) not in self._numbers:
                 self._numbers[id(group)] = len(self._options)
                 self._options += (plain_options(optimizer, group),)
         for name, (place, holder, at) in held.items():
             self._groups[name] = self._numbers[id(optimizer.param_groups[place])]
-            self._keep_state(name, optimizer.state.get(holder, {}), local(holder).numel(), at)
+            self._keep_state(name, state.get(holder, {}), local(holder).numel(), at)
             if holder.grad is not None:
                 numel = self._parts[name].values.numel()
                 grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad

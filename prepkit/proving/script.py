@@ -15,7 +15,14 @@ from prepkit.facts.proof import ProofFacts
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder, TooLarge
+from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
+from prepkit.rules import found
+
+TOGETHER = (
+    "Let all ranks step after the same backward, and end at the same batch: what a rank decides by its own data, as "
+    "to skip a step, all have to decide alike, as by an all_reduce of it."
+)
 
 
 class WindowDone(BaseException):
@@ -38,22 +45,39 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
     def looked(found: Audit) -> None:
         seen.append(evolve(found, proven=True))
 
-    recorder, seen = Recorder(when_done=end, traces=keep is not None, lingers=True), list[Audit]()
-    with recorder.on(), audited_at_first_step(looked):
-        try:
-            with as_main(script, arguments):
-                runpy.run_path(script, run_name="__main__")
-        except WindowDone:
-            pass
-        except TooLarge as error:
-            return evolve(_unproven(str(error)), audit=seen[0] if seen else None)
-        except SystemExit as left:
-            if left.code:
-                raise ScriptEnded(f"{script} left with exit code {left.code} before its first step") from left
-        except Exception as error:
-            raise ScriptEnded(told(script, error)) from error
-    proof = proven_window(recorder, keep)
+    recorder, seen, arrivals = Recorder(when_done=end, traces=keep is not None, lingers=True), list[Audit](), Arrivals()
+    try:
+        with recorder.on(), audited_at_first_step(looked, arrivals):
+            _run(script, arguments, arrivals)
+        arrivals.meet("the end of its window", last=True)
+        proof = proven_window(recorder, keep)
+    except TooLarge as error:
+        arrivals.ends(str(error))
+        proof = _unproven(str(error))
+    except RanksApart as apart:
+        proof = _uneven(str(apart))
     return evolve(proof, audit=seen[0] if seen else None) if proof is not None else None
+
+
+def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:
+    """Until the window is done, or the script has come to its end."""
+    try:
+        with as_main(script, arguments):
+            runpy.run_path(script, run_name="__main__")
+        arrivals.ends("its script has come to its end, and has not stepped")
+    except WindowDone:
+        pass
+    except TooLarge:
+        raise
+    except SystemExit as left:
+        arrivals.ends("its script has left, and has not stepped")
+        if left.code:
+            raise ScriptEnded(f"{script} left with exit code {left.code} before its first step") from left
+    except Exception as error:
+        if said := arrivals.verdict():  # what it waited for has gone
+            raise RanksApart(said) from error
+        arrivals.ends(f"its script has raised {type(error).__name__}: {error!s:.200}")
+        raise ScriptEnded(told(script, error)) from error
 
 
 def proven_window(recorder: Recorder, keep: str | None) -> Proof | None:
@@ -81,6 +105,11 @@ def proven_window(recorder: Recorder, keep: str | None) -> Proof | None:
     finally:
         if world().is_first and keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _uneven(why: str) -> Proof:
+    facts = ProofFacts(world=world().size, shares=(), unproven=why)
+    return Proof(facts=facts, findings=(found("prove.uneven", "loop", f"{why}.", TOGETHER),))
 
 
 def _unproven(why: str) -> Proof:

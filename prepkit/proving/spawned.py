@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import pickle
 import socket
@@ -15,16 +16,18 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
 
 from prepkit.codec import files
 from prepkit.facts.model import ParamHook
 from prepkit.facts.proof import ClipProof
 from prepkit.findings import FindingWarning
+from prepkit.findings.text import count
 from prepkit.objects import names, param_extras
+from prepkit.observe.given import said
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
-from prepkit.proving.proof import Proof, prove_records
+from prepkit.proving.proof import STAND_IN, Proof, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.tree import tensors_of
@@ -32,7 +35,8 @@ from prepkit.rules import due
 from prepkit.rules.rule import Moment, answers
 
 ATTESTATION = "attestation.json"
-STAND_IN = "the model returns no loss, and none was given: the mean of its squared outputs stood in for one"
+REFUSED = "refused.txt"
+"""What a process leaves where what it was given is wrong."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -49,17 +53,30 @@ class Trial:
     clip: ClipProof | None
     apply: Callable[..., Any]
     """``pk.apply``."""
+    told: tuple[str, ...] = ()
+    """Limits of the proof that are known before."""
     hooks: tuple[tuple[str, ParamHook, Callable[..., Any]], ...] = ()
     """What hangs on parameters, which torch does not pickle with them."""
 
 
 def prove_in_processes(trial: Trial, processes: int) -> Proof:
-    """The proof of one window. Raises what a process raises, as ``torch.multiprocessing.ProcessRaisedException``."""
+    """The proof of one window.
+
+    Raises ``ValueError`` where the loss is no number, and else what a process raises, as
+    ``torch.multiprocessing.ProcessRaisedException``.
+    """
     with TemporaryDirectory(prefix="prepkit-proof-") as folder:
         spawn: Any = start_processes  # which has no types
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "backward hook .* will not be serialized")  # they go beside it
-            spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
+            refused = Path(folder, REFUSED)
+            try:
+                spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
+            except ProcessRaisedException:
+                if not refused.exists():
+                    raise
+        if refused.exists():
+            raise ValueError(refused.read_text())
         proof = prove_records(trial.model, Path(folder), tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
         attestation = files.load(str(Path(folder) / ATTESTATION))
     assert isinstance(attestation, Attestation)
@@ -89,10 +106,15 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
     ready._looks.divided = True
     recorder = Recorder(root=ready.model, accumulation=trial.accumulation, clip=trial.clip)
     mine = trial.batches[rank * trial.accumulation : (rank + 1) * trial.accumulation]
+    for limit in trial.told:
+        recorder.tell(limit)
     with recorder.on():
         for batch in mine:
             outputs = _called(ready.model, batch)
             loss = _own_loss(outputs) if trial.loss is None else trial.loss(outputs, batch)
+            if trial.loss is not None and (wrong := _no_loss(loss, trial.loss)):
+                Path(folder, REFUSED).write_text(wrong)
+                return
             if loss is None:
                 recorder.tell(STAND_IN)
                 loss = torch.stack([one.float().square().mean() for one in tensors_of(outputs)]).sum()
@@ -141,10 +163,50 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[str, ParamHook, Callable[..., A
                 yield name, kind, hook
 
 
-def enough(batches: Sequence[Any], processes: int, accumulation: int) -> tuple[Any, ...]:
-    """As many batches as a window reads. Raises ``ValueError`` where there are fewer."""
+def _no_loss(returned: Any, loss: Callable[..., Any]) -> str:
+    """Return what is wrong with what a loss function has returned; empty: nothing."""
+    if not isinstance(returned, Tensor):
+        return f"loss is {_named(loss)}, and returned {said(returned)}; return one number, as a tensor of no dimension"
+    if returned.numel() != 1:
+        of = f"a tensor of shape {tuple(returned.shape)}"
+        return f"loss is {_named(loss)}, and returned {of}; return one number, such as its .mean()"
+    if not returned.requires_grad:
+        how = "compute it from the outputs, without .item(), .detach() or no_grad()"
+        return f"loss is {_named(loss)}, and returned a number that has no gradient; {how}"
+    return ""
+
+
+def checked_loss(loss: Any) -> Any:
+    """A loss function, or None. Raises ``TypeError`` for one that does not take outputs and batch."""
+    if loss is None:
+        return None
+    if not callable(loss):
+        raise TypeError(f"loss is {said(loss)}; give a function of outputs and batch that returns the loss")
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError:
+        how = "write def loss(outputs, batch)"
+        taken = f"it takes {inspect.signature(loss)}"
+        raise TypeError(f"loss is {_named(loss)}, and is called with outputs and batch; {taken}: {how}") from None
+    except ValueError:  # of a function that shows no signature
+        pass
+    return loss
+
+
+def _named(function: Any) -> str:
+    return f"`{getattr(function, '__qualname__', type(function).__name__)}`"
+
+
+def enough(batches: Any, processes: int, accumulation: int) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """As many batches as a window reads, and what to tell of the others.
+
+    Raises ``ValueError`` where there are fewer, ``TypeError`` where it is no list of batches.
+    """
+    if not isinstance(batches, Sequence) or isinstance(batches, str | bytes):
+        raise TypeError(f"batches is {said(batches)}; give a list with one batch for each micro-batch of each process")
     needed = processes * accumulation
+    each = f"{processes} processes with {count(accumulation, 'micro-batch')} a step"
     if len(batches) < needed:
-        each = f"{processes} processes with {accumulation} micro-batches a step"
         raise ValueError(f"{each} read {needed} batches, and {len(batches)} were given; give {needed} different ones")
-    return tuple(batches[:needed])
+    more = f"of {len(batches)} batches the first {needed} were read: {each}"
+    return tuple(batches[:needed]), (more,) if len(batches) > needed else ()

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from prepkit.facts.proof import StepProof
 from prepkit.proving.parts_of import replicas
-from prepkit.proving.record_file import Record
+from prepkit.proving.record_file import HeldPart, Record
 
 if TYPE_CHECKING:
     from prepkit.proving.replay import Replay
 
 OTHER_NAMES = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW"}
 """Optimizers of DeepSpeed's to those of torch that do the same with the options that they are given."""
+OF_ROWS = ("SparseAdam",)
+"""Optimizers that take no gradient but one of some rows; rows of zeros are none of them."""
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that change how a step is computed, and not what comes of it."""
 KEPT = ("state.", "number.")
@@ -31,63 +33,77 @@ def _class_of(name: str) -> Any:
 
 
 def _no_step(records: tuple[Record, ...]) -> str:
-    """Why the step is not taken again; empty where it is."""
+    """Why no step is taken again; empty where some may be."""
     head = records[0].head
     if head.odd:
         return f"{head.optimizer} keeps {', '.join(head.odd)}, which a record does not hold: its step was not replayed"
     if "LBFGS" in head.optimizer:
         return f"{head.optimizer} asks for several gradients in a step: the first was compared, and no step"
-    if any(_class_of(json.loads(group)["class"]) is None for group in head.groups):
-        return f"{head.optimizer} is no optimizer of torch's: its step was not replayed"
     return ""
 
 
 def steps_of(window: Replay) -> tuple[tuple[StepProof, ...], str]:
     """Every trained parameter: the step that was taken, and the same class taken plainly over the recorded gradient.
 
-    And why nothing is compared, where that is so.
+    And why nothing is compared, or not those of some optimizer.
     """
     if why := _no_step(window.records):
         return (), why
-    try:
-        return tuple(_steps(window)), ""
-    except Exception as error:  # options and state are what a file says
-        head = window.records[0].head
-        return (), f"{head.optimizer} cannot take its step again: {type(error).__name__}: {error!s:.200}"
+    found: list[StepProof] = []
+    said: dict[str, None] = {}
+    for one in window.records[0].head.params:
+        try:
+            found += _steps(window, one) if one.trained else ()
+        except CannotStep as why_not:
+            said[str(why_not)] = None
+    none = said and not any(one.held for one in found)  # nothing is known of any step
+    return () if none else tuple(found), "; ".join(said)
 
 
-def _steps(window: Replay) -> Iterator[StepProof]:
+class CannotStep(RuntimeError):
+    """A step is not taken again; the text says of which optimizer, and why."""
+
+
+def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
     records, head = window.records, window.records[0].head
-    groups = {one.name: one.group for record in records for one in record.head.params if one.group is not None}
-    kinds = sorted({key.partition("/")[0] for record in records for key in record.tensors if key.startswith(KEPT)})
-    for one in head.params:
-        if not one.trained:
-            continue
-        grads, after = replicas(records, "grad", one.name), replicas(records, "after", one.name)
-        if one.name not in groups:
-            yield StepProof(name=one.name, held=False)
-        elif grads and after:
-            before = window.weight(one.name)
-            options = json.loads(head.groups[groups[one.name]])
-            state = dict(_state(records, kinds, one.name))
-            exact, coarse = (
-                _update(options, before, grads[0].values, state, dtype) for dtype in (torch.float64, before.dtype)
-            )
-            moved = after[0].values.double().reshape(-1) - before.double().reshape(-1)
-            yield StepProof(
-                name=one.name,
-                along=float(moved @ exact),
-                expected=float(exact @ exact),
-                moved=float(moved @ moved),
-                noise=float((exact - coarse).norm()),
-                dtype=str(before.dtype).removeprefix("torch."),
-                meant=int(exact.count_nonzero()),
-                lost=int(((moved == 0) & (exact != 0)).sum()),
-            )
+    held = (part for record in records for part in record.head.params if part.name == one.name)
+    group = next((part.group for part in held if part.group is not None), None)
+    grads, after = replicas(records, "grad", one.name), replicas(records, "after", one.name)
+    if group is None:
+        yield StepProof(name=one.name, held=False)
+    elif grads and after:
+        before = window.weight(one.name)
+        options = json.loads(head.groups[group])
+        exact, coarse = _updates(options, before, grads[0].values, dict(_state(records, one.name)))
+        moved = after[0].values.double().reshape(-1) - before.double().reshape(-1)
+        yield StepProof(
+            name=one.name,
+            along=float(moved @ exact),
+            expected=float(exact @ exact),
+            moved=float(moved @ moved),
+            noise=float((exact - coarse).norm()),
+            dtype=str(before.dtype).removeprefix("torch."),
+            meant=int(exact.count_nonzero()),
+            lost=int(((moved == 0) & (exact != 0)).sum()),
+        )
 
 
-def _state(records: tuple[Record, ...], kinds: list[str], name: str) -> Iterator[tuple[str, Tensor]]:
+def _updates(options: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The step in float64, and in the weight's own dtype. Raises ``CannotStep``."""
+    if _class_of(options["class"]) is None:
+        raise CannotStep(f"{options['class']} is no optimizer of torch's: its step was not replayed")
+    try:
+        exact, coarse = (_update(options, weight, grad, state, dtype) for dtype in (torch.float64, weight.dtype))
+    except Exception as error:  # options and state are what a file says
+        said = f"{type(error).__name__}: {error!s:.200}"
+        raise CannotStep(f"{options['class']} cannot take its step again: {said}") from error
+    return exact, coarse
+
+
+def _state(records: tuple[Record, ...], name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield what the optimizer had of one parameter, whole."""
+    every = (key.partition("/") for record in records for key in record.tensors if key.startswith(KEPT))
+    kinds = sorted({kind for kind, _, of in every if of == name})
     for kind in kinds:
         key = kind.partition(".")[2]
         if kind.startswith("number."):
@@ -108,6 +124,8 @@ def _update(
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     param = nn.Parameter(weight.to(dtype, copy=True))
     param.grad = grad.to(dtype, copy=True)
+    if options["class"] in OF_ROWS:
+        param.grad = param.grad.to_sparse(1)
     optimizer = make([param], **given)
     if state:
         optimizer.state[param] = {key: _as_it_was(key, value, dtype) for key, value in state.items()}

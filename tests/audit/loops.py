@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
@@ -48,6 +48,12 @@ def heard(loop: Loop, rank: int = 0, world: int = 1) -> list[tuple[str, str, str
     found = audit_run(lambda: loop.run(rank, world))
     assert found is not None, f"{loop.id} never stepped"
     return [(one.rule, one.severity.value, str(one)) for one in found.findings]
+
+
+def two_layers() -> nn.Module:
+    """Without a norm, which computes in float32."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
 
 
 def loss_of(model: nn.Module, x: Tensor = X) -> Tensor:
@@ -652,6 +658,16 @@ def teacher_beside_ddp(rank: int, world: int) -> None:
         taken(model, optimizer, fn.mse_loss(model(x), teacher(x) + 1))
 
 
+def shards_in_float16_scaled(rank: int, world: int) -> None:
+    model, scaler = two_layers(), torch.amp.GradScaler("cpu", init_scale=64.0)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        scaler.scale(fn.cross_entropy(model(x).float(), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def shards_with_two_optimizers(rank: int, world: int) -> None:
     model = net()
     for block in model.blocks:
@@ -713,7 +729,7 @@ _ONE = (
 )
 _TWO = (
     *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
-    *(shards_with_two_optimizers, scaled_under_ddp, epochs_of_a_sampler),
+    *(shards_with_two_optimizers, shards_in_float16_scaled, scaled_under_ddp, epochs_of_a_sampler),
 )
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),

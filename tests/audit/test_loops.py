@@ -72,3 +72,8 @@ def test_an_error_of_a_loop_is_found_by_its_rule(alone: Gang, loop: Loop, tmp_pa
     pytest.importorskip(loop.library)
     (found,) = alone.run_fresh(all_heard, [loop.id], str(tmp_path))[0].values()
     assert loop.rule in {rule for rule, _, _ in found}, found
+
+
+def test_gradients_that_a_backward_has_yet_to_make_are_not_missed(alone: Gang, tmp_path: Path) -> None:
+    (found,) = alone.run_fresh(all_heard, ["step_in_the_backward"], str(tmp_path))[0].values()
+    assert "run.left-out" not in {rule for rule, _, _ in found}, found

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from prepkit.auditing import window
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step
-from prepkit.observe.prepared.loaders import prepared_loader
+from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step, told
+from prepkit.observe.prepared.loaders import first_sample, prepared_loader
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.fork_server import ForkServers
 from tests.support.script import ran
@@ -146,6 +147,38 @@ def test_ranks_of_torchrun_are_audited_together(run: Auditor) -> None:
     assert "error run.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
 
 
+ONE_LEAVES = RANKS.replace("optimizer.step()", "if dist.get_rank() == 1: sys.exit()\n    optimizer.step()")
+ONE_SKIPS = RANKS.replace(
+    "optimizer.step()",
+    """if dist.get_rank() == 1:
+        model.module(x)
+        import time; time.sleep(4); sys.exit()
+    optimizer.step()""",
+)
+QUICK = "from prepkit.ranks import arrivals\narrivals.SAID_S, arrivals.AHEAD_S, arrivals.LOOK_S = 0.0, 1.0, 0.1\n"
+AT_STEP = "Rank 0 has come to its first step, and rank 1 has not: rank 1 has called a model"
+
+
+def test_a_rank_that_leaves_before_its_step_is_named_by_the_others(run: Auditor) -> None:
+    code, _, err = run(QUICK + ONE_LEAVES, "train.py", world=2)
+    assert code == 3
+    assert f"{AT_STEP} 1 time and gone backward 1 time" in err
+    assert "Rank 1: its script has left before" in err
+    code, out, err = run(QUICK + ONE_LEAVES, "--prove", "train.py", world=2)
+    assert code == 1, err
+    assert out.startswith(f"nothing was proven\nerror prove.uneven at loop: {AT_STEP} 1 time")
+    assert "Rank 1: its script has left, and has not stepped" in out
+
+
+def test_a_rank_that_skips_its_step_is_given_up(run: Auditor) -> None:
+    code, out, err = run(QUICK + ONE_SKIPS, "--prove", "train.py", world=2)
+    assert code == 1, err
+    assert f"prepkit: {AT_STEP}" in err
+    assert out.startswith(f"nothing was proven\nerror prove.uneven at loop: {AT_STEP} 2 times and gone backward 1 time")
+    assert "Rank 1 has done nothing more for" in out
+    assert "Traceback" not in err
+
+
 def test_a_trainer_is_audited_at_its_first_step(run: Auditor) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -183,6 +216,11 @@ def test_a_loader_that_is_written_into_the_loop_is_found_by_what_reads() -> None
     assert loader.seen.sampler == "random"
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_data_set_of_bare_tensors_is_not_asked_by_name() -> None:
+    assert first_sample(torch.zeros(4, 8, dtype=torch.int64), None) == ""
+
+
 def test_a_stream_that_accelerate_hands_out_is_divided_by_it() -> None:
     pytest.importorskip("accelerate")
     from accelerate.data_loader import DataLoaderDispatcher
@@ -198,3 +236,15 @@ def test_a_stream_that_accelerate_hands_out_is_divided_by_it() -> None:
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.ones(8, WIDTH))
+
+
+def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
+    def failing() -> Exception:
+        try:
+            window._alike(None, "a")  # type: ignore[arg-type]
+        except AttributeError as error:
+            return error
+        raise AssertionError
+
+    assert "not by train.py: report it, please" in told("train.py", failing())
+    assert "train.py raised before its first optimizer step" in told("train.py", ValueError("mine"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
 from torch.optim import lr_scheduler as rates
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -25,6 +26,7 @@ from tests.audit.loops import (
     taken,
     trained_by_lightning,
     trained_by_transformers,
+    two_layers,
 )
 
 
@@ -33,6 +35,22 @@ def float16_without_a_scaler(rank: int, world: int) -> None:
     with torch.autocast("cpu", torch.float16):
         loss = loss_of(model)
     taken(model, adam(model), loss)
+
+
+def shards_in_float16(rank: int, world: int) -> None:
+    model = two_layers()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        taken(model, optimizer, fn.cross_entropy(model(x).float(), y))
+
+
+def flat_shards_in_float16(rank: int, world: int) -> None:
+    precision = MixedPrecision(param_dtype=torch.float16)
+    model = FullyShardedDataParallel(two_layers(), mixed_precision=precision, device_id=torch.device("cpu"))
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        taken(model, optimizer, fn.cross_entropy(model(x).float(), y))
 
 
 def scaled_and_stepped_past_the_scaler(rank: int, world: int) -> None:
@@ -203,6 +221,7 @@ def decayed_by_an_engine_inside_a_pass(rank: int, world: int) -> None:
 
 WRONG: tuple[Loop, ...] = (
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
+    *(Loop(run, ranks=2, rule="run.float16-unscaled") for run in (shards_in_float16, flat_shards_in_float16)),
     Loop(scaled_and_stepped_past_the_scaler, rule="run.scaled-stepped"),
     Loop(clipped_while_scaled, rule="run.clipped-scaled"),
     Loop(clipped_by_value_while_scaled, rule="run.clipped-scaled"),

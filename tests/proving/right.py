@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import prepkit as pk
@@ -36,6 +37,11 @@ def _looped(model: nn.Module, number: int = 2, optimizer: Any = None) -> Window:
 
 def ddp(rank: int, world: int) -> Window:
     return _looped(DDP(net()))
+
+
+def ddp_with_zero_redundancy(rank: int, world: int) -> Window:
+    model = DDP(net())
+    return _looped(model, optimizer=ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2))
 
 
 def ddp_with_no_sync(rank: int, world: int) -> Window:
@@ -603,4 +609,5 @@ RIGHT: tuple[Right, ...] = (
     ),
     Right(fsdp2_hybrid, 4),
     Right(tensor_parallel_in_fsdp2, 4),
+    Right(ddp_with_zero_redundancy),
 )

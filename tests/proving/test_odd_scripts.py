@@ -15,12 +15,15 @@ from safetensors.torch import load_file, safe_open, save_file
 from torch import nn
 
 from prepkit.auditing.script import audit_script
+from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
+from prepkit.proving.hooks import known_accumulation
 from prepkit.proving.proof import Proof, prove_records
-from prepkit.proving.record_file import KEY, path_of, write
+from prepkit.proving.record_file import KEY, Micro, path_of, write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.script import prove_script
+from tests.proving.small import Small
 
 BEGIN = """
 import torch
@@ -126,6 +129,29 @@ for _ in range(3):
     (model(x).square().mean() + 0.1 * sum(one.square().sum() for one in model.parameters())).backward()
     optimizer.step()
 """,
+    "a compiled model inside of another": """
+model = nn.Sequential(torch.compile(model, backend="eager"), nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+""",
+    "rows that one optimizer steps, and layers that another does": """
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.head = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)
+    def forward(self, ids):
+        return self.head(self.rows(ids))
+model = Rows()
+both = [torch.optim.SparseAdam(model.rows.parameters()), torch.optim.AdamW(model.head.parameters())]
+for _ in range(3):
+    model(torch.tensor([1, 3, 3])).square().mean().backward()
+    for optimizer in both:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
     "options that hold None": """
 optimizer = torch.optim.Adafactor(model.parameters())
 model(x).square().mean().backward()
@@ -202,6 +228,65 @@ optimizer.step()
     )
     assert told(proof) == []
     assert "SGD is no optimizer of torch's: its step was not replayed" in str(proof)
+
+
+def test_the_steps_of_other_optimizers_than_one_of_its_own_are_compared(tmp_path: Path) -> None:
+    text = """
+class Own(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+    @torch.no_grad()
+    def step(self):
+        for param in self.param_groups[0]["params"]:
+            param.sub_(0.1 * param.grad.sign())
+both = [Own(model[0].parameters()), torch.optim.SGD(model[2].parameters(), lr=0.1)]
+model(x).square().mean().backward()
+for optimizer in both:
+    optimizer.step()
+"""
+    proof = proved(tmp_path, text)
+    assert told(proof) == []
+    assert proof is not None
+    assert [one.name for one in proof.facts.steps] == ["2.weight", "2.bias"]
+    assert "__main__.Own is no optimizer of torch's: its step was not replayed" in str(proof)
+
+
+@pytest.mark.parametrize("lines", [1, 2])
+def test_what_a_trainer_was_told_is_known(tmp_path: Path, lines: int) -> None:
+    """Unless a micro-batch may have several backwards."""
+    text = f"""
+import types
+class Trainer:
+    args, state = types.SimpleNamespace(gradient_accumulation_steps=2), None
+    def train(self):
+        for at in range(4):
+            if at % {lines}:
+                model(x).square().mean().backward()
+            else:
+                model(x).square().mean().backward()
+            if at % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+Trainer.__module__ = "transformers.trainer"
+Trainer().train()
+"""
+    said = told(proved(tmp_path, text))
+    if lines == 1:
+        assert len(said) == 1
+        assert "prove.accumulation: All gradients are 2.000 x what they should be: the loss is not divided" in said[0]
+    else:
+        assert said == []
+
+
+def test_what_an_engine_of_deepspeed_was_told_is_known() -> None:
+    class Engine:
+        def gradient_accumulation_steps(self) -> int:
+            return 4
+
+    one, other = Micro(loss=0.0, factor=0.25, line="backward at a.py:1"), Micro(loss=0.0, factor=0.25, line="b")
+    assert known_accumulation(None, Engine(), [one] * 16) == 4
+    assert known_accumulation(None, Engine(), [one, other] * 4) is None
+    assert known_accumulation(None, None, [one] * 16) is None
 
 
 def test_a_model_that_computes_something_else_in_float64_is_compared_in_float32(tmp_path: Path) -> None:
@@ -450,3 +535,22 @@ def test_gradients_that_are_cleared_before_a_step_are_an_error_where_that_is_cer
     assert ("cleared that train nothing" in str(proof)) == any(
         "before any step" in one for one in map(str, proof.findings)
     )
+
+
+def test_a_hook_on_calls_is_not_compiled_with_the_model() -> None:
+    """torch.compile keeps the call that it finds, and traces it later, when nobody listens any longer too."""
+    told, x, plain = list[nn.Module](), torch.ones(2, 6), nn.Module.__call__
+    with called_first(told.append):
+        outer = nn.Sequential(torch.compile(Small(), backend="eager"))
+        outer(x)
+    outer(x)
+    outer[0](x)
+    assert list(map(type, told)) == [nn.Sequential]
+    assert nn.Module.__call__ is plain
+
+
+def test_a_step_over_rows_is_replayed_beside_one_over_layers(tmp_path: Path) -> None:
+    proof = proved(tmp_path, RIGHT["rows that one optimizer steps, and layers that another does"])
+    assert proof is not None
+    assert [one.name for one in proof.facts.steps] == ["rows.weight", "head.weight", "head.bias"]
+    assert all(one.expected > 0 for one in proof.facts.steps)

@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import prepkit as pk
 from prepkit.findings import FindingWarning, PlanRejected, Severity
+from prepkit.observe.env import observe_env
 from prepkit.proving import spawned
 from prepkit.proving.record_file import path_of, read
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
-from tests.proving.small import batches, halved, loss, make
+from tests.proving.small import batches, by_sample, halved, loss, make, of_outputs
 from tests.proving.unseen import UNSEEN
 from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved, recorded
@@ -55,6 +56,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     "right",
     [
         *RIGHT[::2],
+        *RIGHT[-1:],
         *map(Right, RIGHT_UNUSUAL),
         *map(Right, DRAWN_RIGHT[::13]),
         *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
@@ -116,6 +118,7 @@ def prove_all(rank: int, world: int) -> None:
     with patch.object(spawned, "start_processes", forked):
         prove_a_plan()
         prove_a_plan_with_loaders()
+        prove_with_wrong_arguments()
         prove_hooks()
 
 
@@ -164,6 +167,28 @@ def prove_a_plan() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="2 processes with 2 micro-batches a step read 4 batches, and 3 were given"):
         pk.prove(plan, model, batches()[:3], loss=loss)
+
+
+def prove_with_wrong_arguments() -> None:
+    """Each is told in a sentence, and no traceback of a process."""
+    model = make()
+    plan = pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.1)), model, env=env_of_two())
+    given: dict[str, Any] = {"batches": batches()[:2], "loss": loss}
+    for wrong, says in (
+        ({"batches": "abc"}, r"batches is 'abc' \(str\); give a list with one batch for each micro-batch of each"),
+        ({"loss": 3}, r"loss is 3 \(int\); give a function of outputs and batch that returns the loss"),
+        ({"loss": of_outputs}, r"loss is `of_outputs`, and is called with outputs and batch; it takes \(outputs"),
+        ({"loss": by_sample}, r"loss is `by_sample`, and returned a tensor of shape \(5,\); return one number"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            pk.prove(plan, model, **{**given, **wrong})
+    proof = str(pk.prove(plan, model, batches()[:3]))
+    assert proof.startswith("proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps of a loss that prepkit has")
+    assert "of 3 batches the first 2 were read: 2 processes with 1 micro-batch a step" in proof
+
+
+def env_of_two() -> pk.Env:
+    return pk.Env.declare(world_size=2, device="cpu", torch=observe_env().torch)
 
 
 def prove_a_plan_with_loaders() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sized
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from prepkit.facts.run import Division, PreparedLoader
@@ -107,6 +108,8 @@ def first_sample(data: Any, config: Any) -> Literal["", "shifted", "unmasked"]:
     """
     try:
         sample: Any = data[0] if hasattr(data, "__getitem__") and len(data) else {}
+        if isinstance(sample, Tensor):  # torch warns of a name as its index
+            return ""
         ids, labels = (list(map(int, sample[name])) for name in ("input_ids", "labels"))
     except Exception:  # of another kind, or code of the user that fails
         return ""

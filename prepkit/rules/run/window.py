@@ -9,12 +9,23 @@ from prepkit.findings import Severity
 from prepkit.findings.text import count, some
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
+SCALER = "torch.amp.GradScaler"
+SHARDED = "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler"
+
 
 def _unscaled(facts: RunFacts) -> Iterator[Hit]:
     seen = facts.window
-    if seen is not None and seen.float16 and not seen.scaled and not seen.scaler_steps:
+    if seen is None or seen.scaled or seen.scaler_steps:
+        return
+    if seen.float16:
         what = f"{some(seen.float16)} ran under an autocast to float16, and no loss was scaled."
         yield Hit("loss", f"{what} Gradients below 6e-8 are zero.")
+    for options in seen.float16_units if not seen.float16 else ():
+        what = f"Units of FSDP compute in float16, by {options}(param_dtype=torch.float16), and no loss was scaled."
+        scaler = SHARDED if options == "MixedPrecision" else SCALER
+        how = "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
+        fix = f"Give {options}(param_dtype=torch.bfloat16), or train through {scaler}: {how}."
+        yield Hit("loss", f"{what} Gradients below 6e-8 are zero.", fix)
 
 
 def _scales(facts: RunFacts) -> Iterator[Hit]:

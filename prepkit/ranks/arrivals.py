@@ -1,0 +1,162 @@
+"""Ranks of a script of anybody's, which come to the same place or do not: whoever waits names the others, and ends.
+
+No collective is called before all are there, so that nobody is caught in one that another rank answers otherwise. What
+each rank has done so far stands in the store of the script's own process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+from attrs import define, field, frozen
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not exported for checkers
+from torch.distributed.distributed_c10d import _get_default_store  # torch has no public door to it
+
+from prepkit.findings.text import count, spans
+from prepkit.ranks.peers import Peers
+from prepkit.ranks.within import PatientStore, pause
+from prepkit.ranks.world import world
+
+SAID_S = 5.0
+"""Seconds after which whoever waits says for whom."""
+STILL_S = 120.0
+"""Seconds without a call or a backward of a rank after which it is given up."""
+AHEAD_S = 30.0
+"""The same of a rank that has done more than this one, and so may wait for it in a collective."""
+LOOK_S = 1.0
+"""Seconds between two looks at what the others do."""
+ANSWER_S = 30.0
+"""Seconds that the store may take."""
+VERDICT = "verdict"
+
+
+class RanksApart(BaseException):
+    """Another rank does not come; no ``except Exception`` of the script holds it up. ``str`` says which, and why."""
+
+
+@frozen
+class Done:
+    """What a rank has done."""
+
+    calls: int = 0
+    backwards: int = 0
+    ended: str = ""
+    """How its script has come to an end; empty: it goes on."""
+
+
+@define
+class Arrivals:
+    """One rank among the others, from its first call or backward on in a process group that carries data."""
+
+    done: Done = field(factory=Done, init=False)
+    _peers: Peers | None = field(default=None, init=False)
+    _process: int = field(factory=os.getpid, init=False)
+    """A loader's worker, which calls modules too, is none of the ranks."""
+
+    def calls(self) -> None:
+        """Take note of a call of a model."""
+        self._tell(Done(self.done.calls + 1, self.done.backwards, self.done.ended))
+
+    def goes_backward(self) -> None:
+        """Take note of a backward that begins."""
+        self._tell(Done(self.done.calls, self.done.backwards + 1, self.done.ended))
+
+    def ends(self, how: str) -> None:
+        """The script of this rank has come to an end, or to something that ends it."""
+        self._tell(Done(self.done.calls, self.done.backwards, how))
+
+    def _tell(self, done: Done) -> None:
+        if os.getpid() != self._process:
+            return
+        self.done = done
+        if (peers := self._joined()) is not None:
+            with suppress(RuntimeError):  # the store has gone with the rank that serves it
+                peers.store.set(f"done/{peers.rank}", json.dumps([done.calls, done.backwards, done.ended]))
+
+    def _joined(self) -> Peers | None:
+        ranks = world()
+        if self._peers is None and ranks.carries_data:
+            store = PrefixStore("prepkit arrivals", _get_default_store())
+            self._peers = Peers(PatientStore(store, ANSWER_S), ranks.rank, ranks.size)
+            self._peers.sign()
+        return self._peers
+
+    def meet(self, place: str, *, last: bool = False) -> None:
+        """Return when every rank is here. ``place``: such as ``its first step``. ``last``: an ended script comes too.
+
+        Raises ``RanksApart`` on every rank that is here, or comes later, where one does not come.
+        """
+        if (peers := self._joined()) is None:
+            return
+        try:
+            missing = self._wait(peers, place, last=last)
+        except RuntimeError as gone:  # the store, with the rank that serves it
+            raise RanksApart(self.verdict() or str(gone)) from gone
+        if missing:
+            raise RanksApart(self.verdict())
+
+    def _wait(self, peers: Peers, place: str, *, last: bool) -> list[int]:
+        """Until all are there; else the ranks that were not when some were given up."""
+        store, began = peers.store, time.monotonic()
+        seen: dict[int, tuple[Done, float]] = {}
+        store.set(f"{place}/{peers.rank}", "here")
+        look, said = began, False
+        while missing := [one for one in range(peers.world) if not store.check([f"{place}/{one}"])]:
+            if store.check([VERDICT]):
+                break
+            if (now := time.monotonic()) > look:
+                look = now + LOOK_S
+                for one in missing:
+                    done = _read(peers, one)
+                    seen[one] = (done, now) if one not in seen or seen[one][0] != done else seen[one]
+                if not said and now > began + SAID_S:
+                    said = True
+                    sys.stderr.write(f"prepkit: {self._where(place, missing, seen)}; waiting\n")
+                if why := next(self._lost(peers, seen, now, last=last), None):
+                    store.compare_set(VERDICT, "", f"{self._where(place, missing, seen)}{why}")
+            time.sleep(pause(now - began))
+        return missing
+
+    def verdict(self) -> str:
+        """Why the ranks have been given up; empty: they have not been."""
+        if self._peers is None:
+            return ""
+        try:
+            return self._peers.store.get(VERDICT) if self._peers.store.check([VERDICT]) else ""
+        except RuntimeError:
+            return "The rank that serves the rendezvous store has ended: its output says why"
+
+    def _lost(self, peers: Peers, seen: dict[int, tuple[Done, float]], now: float, *, last: bool) -> Iterator[str]:
+        """Yield why a rank will not come."""
+        for rank, how in peers.ended(seen):
+            yield f". Rank {rank}: {how}"
+        for rank, (done, since) in seen.items():
+            if done.ended and not last:
+                yield f". Rank {rank}: {done.ended}"
+            elif now - since > (AHEAD_S if self._is_behind(done) else STILL_S):
+                yield f". Rank {rank} has done nothing more for {now - since:.0f} s"
+
+    def _is_behind(self, other: Done) -> bool:
+        return other.calls > self.done.calls or other.backwards > self.done.backwards
+
+    def _where(self, place: str, missing: list[int], seen: dict[int, tuple[Done, float]]) -> str:
+        rank = 0 if self._peers is None else self._peers.rank
+        known = {one: seen[one][0] for one in missing[:4] if one in seen}
+        each = [f"rank {one} {_said(done)}" for one, done in {**known, rank: self.done}.items()]
+        who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {spans(tuple(missing))} have"
+        return f"Rank {rank} has come to {place}, and {who} not: {', '.join(each)}"
+
+
+def _said(done: Done) -> str:
+    calls, backwards = count(done.calls, "time"), count(done.backwards, "time")
+    return f"has called a model {calls} and gone backward {backwards}"
+
+
+def _read(peers: Peers, rank: int) -> Done:
+    key = f"done/{rank}"
+    return Done(*json.loads(peers.store.get(key))) if peers.store.check([key]) else Done()
