@@ -28,6 +28,7 @@ from prepkit.proving.hooks import (
     Around,
     Called,
     Clipping,
+    changed_behind,
     clip_of,
     engine_of,
     entry_of,
@@ -475,10 +476,8 @@ class Recorder:
 
     def _over(self) -> None:
         """Nothing more of this model is to be seen: the window is over, where all are done."""
-        for name, part in self._parts.items() if self.lingers else ():
-            after = self._tensors.get(f"after/{name}")
-            if after is not None and not torch.equal(after, part.values.detach().reshape(-1).cpu()):
-                self._keep(f"later/{name}", part.values)
+        for name, values in changed_behind(self._parts, self._tensors) if self.lingers else ():
+            self._keep(f"later/{name}", values)
         self._ended() if self.family[0] is self else self.when_done()
 
     def _ended(self) -> None:
