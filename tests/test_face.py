@@ -28,6 +28,8 @@ INNER = {
     "HalfDone": "raised by a handler for the interpreter, which reports it in ApplyHalted",
     "HeaderError": "becomes a finding or the cause of an ApplyHalted",
     "CannotReplay": "becomes a finding",
+    "CannotStep": "becomes a finding",
+    "RanksApart": "ends a script inside prepkit audit",
     "Misread": "becomes a finding",
     "MisfitError": "becomes a finding",
     "NeedsValues": "documented as RuntimeError",

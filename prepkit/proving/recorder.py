@@ -354,9 +354,8 @@ class Recorder:
         elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
             self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
-            for what in (self._micros, self._clips.at, self._around.outside, self._around.beside):
+            for what in (self._micros, self._clips.at, self._around.outside, self._around.beside, self._tracer):
                 what.clear()
-            self._tracer.forget()
         return result
 
     def _scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:

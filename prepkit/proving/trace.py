@@ -49,7 +49,7 @@ class Tracer:
         with _Operators(self):
             yield
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was noted is no part of the window."""
         self.entries.clear()
         self.values.clear()

@@ -40,7 +40,7 @@ class RanksApart(BaseException):
 
 
 @frozen
-class Done:
+class Reached:
     """What a rank has done."""
 
     calls: int = 0
@@ -53,24 +53,24 @@ class Done:
 class Arrivals:
     """One rank among the others, from its first call or backward on in a process group that carries data."""
 
-    done: Done = field(factory=Done, init=False)
+    done: Reached = field(factory=Reached, init=False)
     _peers: Peers | None = field(default=None, init=False)
     _process: int = field(factory=os.getpid, init=False)
     """A loader's worker, which calls modules too, is none of the ranks."""
 
     def calls(self) -> None:
         """Take note of a call of a model."""
-        self._tell(Done(self.done.calls + 1, self.done.backwards, self.done.ended))
+        self._tell(Reached(self.done.calls + 1, self.done.backwards, self.done.ended))
 
     def goes_backward(self) -> None:
         """Take note of a backward that begins."""
-        self._tell(Done(self.done.calls, self.done.backwards + 1, self.done.ended))
+        self._tell(Reached(self.done.calls, self.done.backwards + 1, self.done.ended))
 
     def ends(self, how: str) -> None:
         """The script of this rank has come to an end, or to something that ends it."""
-        self._tell(Done(self.done.calls, self.done.backwards, how))
+        self._tell(Reached(self.done.calls, self.done.backwards, how))
 
-    def _tell(self, done: Done) -> None:
+    def _tell(self, done: Reached) -> None:
         if os.getpid() != self._process:
             return
         self.done = done
@@ -103,7 +103,7 @@ class Arrivals:
     def _wait(self, peers: Peers, place: str, *, last: bool) -> list[int]:
         """Until all are there; else the ranks that were not when some were given up."""
         store, began = peers.store, time.monotonic()
-        seen: dict[int, tuple[Done, float]] = {}
+        seen: dict[int, tuple[Reached, float]] = {}
         store.set(f"{place}/{peers.rank}", "here")
         look, said = began, False
         while missing := [one for one in range(peers.world) if not store.check([f"{place}/{one}"])]:
@@ -131,7 +131,7 @@ class Arrivals:
         except RuntimeError:
             return "The rank that serves the rendezvous store has ended: its output says why"
 
-    def _lost(self, peers: Peers, seen: dict[int, tuple[Done, float]], now: float, *, last: bool) -> Iterator[str]:
+    def _lost(self, peers: Peers, seen: dict[int, tuple[Reached, float]], now: float, *, last: bool) -> Iterator[str]:
         """Yield why a rank will not come."""
         for rank, how in peers.ended(seen):
             yield f". Rank {rank}: {how}"
@@ -141,10 +141,10 @@ class Arrivals:
             elif now - since > (AHEAD_S if self._is_behind(done) else STILL_S):
                 yield f". Rank {rank} has done nothing more for {now - since:.0f} s"
 
-    def _is_behind(self, other: Done) -> bool:
+    def _is_behind(self, other: Reached) -> bool:
         return other.calls > self.done.calls or other.backwards > self.done.backwards
 
-    def _where(self, place: str, missing: list[int], seen: dict[int, tuple[Done, float]]) -> str:
+    def _where(self, place: str, missing: list[int], seen: dict[int, tuple[Reached, float]]) -> str:
         rank = 0 if self._peers is None else self._peers.rank
         known = {one: seen[one][0] for one in missing[:4] if one in seen}
         each = [f"rank {one} {_said(done)}" for one, done in {**known, rank: self.done}.items()]
@@ -152,11 +152,11 @@ class Arrivals:
         return f"Rank {rank} has come to {place}, and {who} not: {', '.join(each)}"
 
 
-def _said(done: Done) -> str:
+def _said(done: Reached) -> str:
     calls, backwards = count(done.calls, "time"), count(done.backwards, "time")
     return f"has called a model {calls} and gone backward {backwards}"
 
 
-def _read(peers: Peers, rank: int) -> Done:
+def _read(peers: Peers, rank: int) -> Reached:
     key = f"done/{rank}"
-    return Done(*json.loads(peers.store.get(key))) if peers.store.check([key]) else Done()
+    return Reached(*json.loads(peers.store.get(key))) if peers.store.check([key]) else Reached()
