@@ -75,6 +75,8 @@ class LaunchLine:
     """Whether it is the value of a variable, and no line is known that runs it."""
     file: Mapping[str, Any] = field(factory=dict)
     """What stands in the config of accelerate that the line names."""
+    cut: tuple[int, str] | None = None
+    """The line at which the command ends before its last line, and by what; None: it does not."""
 
     @property
     def config_file(self) -> NamedFile | None:
@@ -108,9 +110,23 @@ def read_script(path: str) -> Script:
     every = commands(text, _set_by_slurm(slurm), _LAUNCHER)
     where = _Where((0, *(found.end() for found in re.finditer("\n", text))), Path(path).parent)
     found = ((command, _launch(command, where)) for command in every)
-    launches = [(command, launch) for command, launch in found if launch is not None]
+    lines = text.splitlines()
+    launches = [
+        (command, evolve(launch, cut=_cut(lines, launch.line))) for command, launch in found if launch is not None
+    ]
     spreads = any(_SPREADS & {word.text for word in command.words} for command in every)
     return Script(path=path, launches=tuple(_once(launches)), slurm=slurm, spreads=spreads)
+
+
+def _cut(lines: list[str], first: int) -> tuple[int, str] | None:
+    """Where a command over several lines, that begins in this one, ends too early, and by what."""
+    for at, line in enumerate(lines[first - 1 : -1], start=first):
+        goes_on = bool(lines[at].strip())
+        if at > first and line.lstrip().startswith("#"):
+            return (at, "a comment") if goes_on else None
+        if not line.endswith("\\"):
+            return (at, "blanks behind the backslash") if goes_on and re.search(r"\\[ \t]+$", line) else None
+    return None
 
 
 _SPREADS = frozenset(
@@ -224,9 +240,11 @@ def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Wh
     by = next((i for i, word in enumerate(before) if word.text.rpartition("/")[2] in _BY), None)
     configs = tuple(_configs(launcher, rest, script, where))
     named = next((one for one in configs if one.kind == "accelerate"), None)
+    place = where.place(command.words[at])
     return LaunchLine(
         launcher=launcher,
-        **where.place(command.words[at]),
+        line=place["line"],
+        column=place["column"],
         options=options,
         strange=strange,
         configs=configs,

@@ -351,6 +351,11 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     where = f"{script.path}:{launch.line}:{launch.column}"
     starts, given = started(launch), share(script.slurm, launch)
     yield from _strange(script, launch)
+    if launch.cut is not None:
+        line, by = launch.cut
+        what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
+        how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
+        yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
     nodes, whole = starts.nodes, starts.processes
     on_line = {"num_processes", "num_machines"} & launch.options.keys()
     if launch.launcher == "accelerate" and on_line and nodes and whole and whole % nodes:

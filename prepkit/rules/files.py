@@ -245,6 +245,11 @@ FILES: tuple[Rule, ...] = (
         fix="Write #SBATCH --ntasks-per-node=1.",
     ),
     _check(
+        id="launch.cut",
+        summary="A command that goes over several lines goes to its end.",
+        fix="End each of its lines but the last with a backslash, and put comments above it.",
+    ),
+    _check(
         id="launch.unknown-option",
         summary="Every option before the name of a script is one that its launcher has.",
         fix="Write the name that is proposed.",

@@ -49,6 +49,9 @@ def told(text: str) -> list[tuple[str, str, str]]:
 TWO = "--nodes=2", "--ntasks-per-node=1"
 C10D = "--rdzv_backend c10d --rdzv_endpoint h:29500"
 WRONG = [
+    # commands that end too early
+    ("torchrun --nproc_per_node 4 \\ \n  t.py\n", "cut", "End the line with the backslash."),
+    ("torchrun \\\n  # --nproc_per_node 8 \\\n  t.py\n", "cut", "Put the comment above the command."),
     # more processes than GPUs, however either is spelt
     (slurm("--nodes=1", "--gres=gpu:4", "accelerate launch --num_processes 8 t.py"), "gpus", "--num_processes 4"),
     (slurm("--nodes=1", "--gpus-per-node=4", "accelerate launch --config_file acc.yaml t.py"), "gpus", "acc.yaml"),
@@ -88,6 +91,7 @@ def test_processes_nodes_and_gpus_are_compared_whatever_says_them(text: str, rul
 
 
 RIGHT = [
+    "torchrun --nproc_per_node 4 \\\n  t.py \\\n  # --more\n\necho done\n",
     slurm("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=8")
     + 2 * "srun -n1 --gpus=4 --exact torchrun --standalone --nproc_per_node 4 a.py &\n",
     slurm(*TWO, "--gpus-per-task=8", f"srun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 {C10D} t.py"),
