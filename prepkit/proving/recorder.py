@@ -44,7 +44,7 @@ from prepkit.proving.hooks import (
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
-from prepkit.proving.steppers import acting, holds, is_fresh, places, plain_options
+from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
 from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
@@ -81,12 +81,14 @@ class Recorder:
     when_done: Callable[[], None] = lambda: None  # the default of a field
     """Called once the window is complete: everything that trains was stepped, or the next window begins."""
     lingers: bool = False
-    """Whether ``when_done`` waits until gradients are cleared, or the next window goes backward or steps."""
+    """Whether ``when_done`` waits until the next window goes forward, backward or steps."""
     family: list[Recorder] = field(init=False)
     """It, and one for each other model that is called beside this one and trains, where the root was not given."""
     done: bool = field(default=False, init=False)
     _again: bool = field(default=False, init=False)
     """Whether the root was called since its window is complete."""
+    _ready: bool = field(default=False, init=False)
+    """Whether gradients were cleared since then, so that the next forward is that of another window."""
     _evaluating: tuple[str, ...] = field(default=(), init=False)
     _stepping: bool = field(default=False, init=False)
     _calls: list[Called] = field(factory=list, init=False)
@@ -250,6 +252,9 @@ class Recorder:
     def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
+        if self._ready and torch.is_grad_enabled():
+            self._ready = False
+            self._over()
         if self.done or self.root is None or not torch.is_grad_enabled():
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
@@ -350,7 +355,7 @@ class Recorder:
         """What was not stepped is no part of this window. ``which``: an optimizer, or a module; of all that trains."""
         result = plain(which, *args, **kwargs)
         if self.done and holds(self.root, which):
-            self._over()
+            self._ready = self.lingers
         elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
             self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
@@ -430,9 +435,9 @@ class Recorder:
                 self._options += (plain_options(optimizer, group),)
         for name, (place, holder, at) in held.items():
             self._groups[name] = self._numbers[id(optimizer.param_groups[place])]
-            self._keep_state(name, state.get(holder, {}), local(holder).numel(), at)
+            numel = self._parts[name].values.numel()
+            self._keep_state(name, earlier(state.get(holder, {}), local(holder).numel(), slice(at, at + numel)))
             if holder.grad is not None:
-                numel = self._parts[name].values.numel()
                 grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
                 self._keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
 
@@ -443,16 +448,9 @@ class Recorder:
             self._optimizers.append(optimizer)
             self._complete()
 
-    def _keep_state(self, name: str, state: dict[str, Any], whole: int, at: int) -> None:
-        """What an optimizer has of one parameter from earlier steps, where it is a number or as large as that."""
-        for key, value in state.items() if not is_fresh(state) else ():
-            row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value])
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                self._keep(f"number.{key}/{name}", row)
-            elif row.numel() == whole:
-                self._keep(f"state.{key}/{name}", row[at : at + self._parts[name].values.numel()])
-            else:
-                self._odd[key] = None
+    def _keep_state(self, name: str, found: Iterator[tuple[str, Tensor | None]]) -> None:
+        for key, row in found:
+            self._keep(f"{key}/{name}", row) if row is not None else self._odd.setdefault(key)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._optimizers or not self._stepping:

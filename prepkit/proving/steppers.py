@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prepkit.objects.local_part import local
@@ -39,6 +40,19 @@ def class_of(optimizer: Any) -> str:
 def is_fresh(state: Any) -> bool:
     """Return whether it is as the optimizer has made it: Adagrad has some before its first step."""
     return not state or ("step" in state and float(state["step"]) == 0)
+
+
+def earlier(state: Mapping[str, Any], whole: int, part: slice) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield what an optimizer has of one parameter from earlier steps, by its key in a record, and of its part.
+
+    Numbers, and what is as large as the parameter; None for anything else.
+    """
+    for key, value in state.items() if not is_fresh(state) else ():
+        row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value])
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            yield f"number.{key}", row
+        else:
+            yield (f"state.{key}", row[part]) if row.numel() == whole else (key, None)
 
 
 def _is_number(value: Any) -> bool:

@@ -190,11 +190,12 @@ def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: 
 
 
 def test_weights_that_are_written_behind_the_step_are_told(tmp_path: Path) -> None:
-    for behind in ("", "    model[2].bias.data.zero_()\n"):
-        window = f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n{behind}    optimizer.zero_grad()\n"
+    write = "    model[2].bias.data.zero_()\n"
+    for behind, cleared in (("", ""), (write, ""), ("", write)):
+        window = f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n{behind}    optimizer.zero_grad()\n{cleared}"
         proof = proved(tmp_path, window)
         assert told(proof) == []
-        assert ("Behind the step something has changed 1 weight: `2.bias`." in str(proof)) is bool(behind)
+        assert ("Behind the step something has changed 1 weight: `2.bias`." in str(proof)) is bool(behind or cleared)
 
 
 @pytest.mark.parametrize(("coarse", "rule"), [("", "prove.unproven"), (".bfloat16().float()", "prove.limit")])
