@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 MISSING = "import.missing-file"
 """The rule of files that others name, and that are not here."""
-CRASHED = "check.crashed"
-"""The rule of files at which prepkit itself fails."""
 UNASKED = "config.unasked"
 """The rule of files whose errors hide what they mean."""
 _RATE = 1e-3
@@ -113,7 +111,7 @@ def _crashed(file: str, error: Exception) -> _Placed:
     say("".join(traceback.format_exception(error)).rstrip(), err=True)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     failed = f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
-    return FilePlace(file, 1, 1), rules.found(CRASHED, file, f"prepkit itself fails here: {failed}")
+    return FilePlace(file, 1, 1), rules.found("check.crashed", file, f"prepkit itself fails here: {failed}")
 
 
 _Placed = tuple[FilePlace, Finding]

@@ -19,7 +19,7 @@ import click
 from prepkit import codec, rules
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.check import about, line_of
-from prepkit.cli.examined import CRASHED, UNASKED, examined
+from prepkit.cli.examined import UNASKED, examined
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -35,6 +35,8 @@ LONGEST_MESSAGE = 1_000
 MOST_ANNOTATIONS = 10
 """Annotations of each level that GitHub shows of one step."""
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.NOTE: "note"}
+CRASHED = "check.crashed"
+"""The rule of files at which prepkit itself fails."""
 _NEVER_KNOWN = ("policy.broken", "policy.unasked")
 """Rules that no baseline takes: what was not asked has not passed."""
 _Placed = tuple[FilePlace, Finding]

@@ -21,9 +21,10 @@ def whole_batch(draft: Draft) -> None:
     if type(whole) is not int or type(micro) is not int or min(whole, *once) < 1 or whole % prod(once) == 0:
         return
     shown = f"{micro} x {steps} accumulation" if len(once) > 1 else f"{micro} samples on a rank"
-    sizes = [size for size in (whole // prod(once) * prod(once), (whole // prod(once) + 1) * prod(once)) if size]
     what = f"`{WHOLE}` is {whole}, no multiple of {shown}: no number of ranks fits."
-    draft.flaw("batch", what, f"Nearest: {' or '.join(map(str, sizes))}; or remove `{WHOLE}`, which is worked out.")
+    draft.flaw(
+        "batch", what, f"Write a multiple of {prod(once)} x the ranks, or remove `{WHOLE}`, which is worked out."
+    )
     drop(draft.data, WHOLE)
 
 

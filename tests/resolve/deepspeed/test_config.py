@@ -273,8 +273,8 @@ def test_numbers_that_do_not_multiply_are_told_with_the_nearest_that_do() -> Non
 @pytest.mark.parametrize(
     ("said", "fix"),
     [
-        ({"train_batch_size": 50, "gradient_accumulation_steps": 4}, "Nearest: 48 or 56;"),
-        ({"train_batch_size": 1}, "Nearest: 2;"),
+        ({"train_batch_size": 50, "gradient_accumulation_steps": 4}, "Write a multiple of 8 x the ranks"),
+        ({"train_batch_size": 1}, "Write a multiple of 2 x the ranks"),
         ({"train_batch_size": 48, "gradient_accumulation_steps": 4}, ""),
         ({"train_batch_size": 50, "gradient_accumulation_steps": "auto"}, ""),
         ({"train_batch_size": "auto"}, ""),
