@@ -31,7 +31,7 @@ demo: $(READY)  ## Plan, show and train a language model, and compare the engine
 quick: $(READY)  ## All pure layers and one real run of each engine, in three minutes on two cores
 	$(PYTEST) $(addprefix --ignore=,$(REAL))
 
-test: $(READY)  ## The whole test suite, in about twenty minutes on two idle cores
+test: $(READY)  ## The whole test suite, in twelve to twenty-five minutes on two idle cores
 	$(PYTEST)
 
 lint: $(READY)
