@@ -21,6 +21,8 @@ class LossShare:
     scale: 1 where each is divided by their number."""
     meant: tuple[float, ...] = ()
     """Parts of the weight that may be the loss's own: multiplications by less than one, a mean of several losses."""
+    operators: str = ""
+    """Which operators have made the loss of the model's outputs."""
     count: float | None = None
     """Elements over which the loss is a mean or a sum, where its graph says so and the run does not weigh it."""
     each: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -102,6 +103,17 @@ def _count(node: Any) -> float | None:
 
 def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:
     """Leaves that the loss reaches past the model's outputs, as far as one walks."""
+    leaves = (getattr(node, "variable", None) for node in _made_by(loss, ends))
+    yield from (leaf for leaf in leaves if leaf is not None)
+
+
+def operators_of(loss: Tensor, ends: Collection[int]) -> str:
+    """Which operators have made it of the model's outputs, and how often: ``NllLossBackward0, DivBackward0 x 2``."""
+    found = Counter(node.name() for node in _made_by(loss, ends))
+    return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(found.items()))
+
+
+def _made_by(loss: Tensor, ends: Collection[int]) -> Iterator[Any]:
     seen: set[int] = set()
     left = [loss.grad_fn]
     while left and len(seen) < MOST:
@@ -109,8 +121,7 @@ def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:
         if node is None or id(node) in seen or id(node) in ends:
             continue
         seen.add(id(node))
-        if (leaf := getattr(node, "variable", None)) is not None:
-            yield leaf
+        yield node
         left.extend(following for following, _ in node.next_functions)
 
 

@@ -87,6 +87,8 @@ class Micro:
     """Parts of the factor that may be the loss's own, and no number of the run."""
     line: str = ""
     """Where the program went backward; empty: nobody knows."""
+    operators: str = ""
+    """What the program has made its loss with, as ``loss_graph.operators_of``."""
 
 
 @frozen(kw_only=True)

@@ -41,7 +41,7 @@ from prepkit.proving.hooks import (
     trainer_accumulation,
     with_gradients,
 )
-from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype
+from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
@@ -335,6 +335,7 @@ class Recorder:
                 count=factor.count,
                 meant=factor.meant,
                 line=next(line_of("backward"), ""),
+                operators=operators_of(losses[0], ends),
             )
         )
         self._tokens = None

@@ -240,6 +240,7 @@ def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
             micro=at,
             weight=_weight(records, record, at),
             meant=of.meant,
+            operators=of.operators,
             count=of.count if of.tokens is None else None,
             each=_each(record, at),
         )

@@ -77,3 +77,14 @@ def test_ranks_that_clip_before_the_average_are_told_to_clip_behind_it() -> None
     (found,) = found_in(evolve(APART, gradients=(averaged,), shrunk=(0.5, 0.1))).findings
     assert found.rule == "prove.clipped-scaled"
     assert found.fix == "Clip once the gradients are averaged, by one norm of all of them."
+
+
+def test_a_loss_that_one_rank_makes_otherwise_is_noted_where_it_always_does() -> None:
+    plain, smooth = "LogSoftmaxBackward0, NllLossBackward0", "LogSoftmaxBackward0, NllLossBackward0, SumBackward1"
+    for operators, told in (((smooth, plain), True), ((plain, plain), False)):
+        shares = tuple(evolve(share, operators=said) for share, said in zip(APART.shares, operators, strict=True))
+        findings = found_in(evolve(APART, shares=shares, gradients=())).findings
+        assert [one.rule for one in findings] == ["prove.limit"] * told
+        assert all("it alone has SumBackward1; the other nothing" in one.what for one in findings)
+    both = (evolve(APART.shares[0], operators=plain), evolve(APART.shares[0], micro=1, operators=smooth))
+    assert not found_in(evolve(APART, world=1, shares=both, gradients=())).findings

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
 
-from prepkit.facts.proof import ProofFacts, StepProof
+from prepkit.facts.proof import LossShare, ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
@@ -192,6 +192,12 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     if unreached := [name for name in facts.unreached if name not in told and not facts.unrepeated]:
         had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
         yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
+    if (losses := _made_otherwise(facts)) is not None:
+        said = f"Rank {losses[0].rank} makes its loss otherwise than rank {losses[1].rank}"
+        with_ = f"it alone has {_only_in(*losses)}; the other {_only_in(*losses[::-1])}"
+        yield Hit(
+            "loss", f"{said}: {with_}.", "Look whether all ranks are to have one loss: a smoothing, a weight, a part."
+        )
     if facts.averaged_later:
         said = "Each rank has stepped by gradients of its own, and the program has averaged weights behind the step"
         yield Hit("proof", f"{said}: gradients were not compared over the ranks.")
@@ -217,6 +223,22 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
             "proof",
             f"Rounding in {facts.dtype} alone changes the gradients by more than a tenth: small errors cannot be seen.",
         )
+
+
+def _made_otherwise(facts: ProofFacts) -> tuple[LossShare, LossShare] | None:
+    """Losses of two ranks, each of which always has operators of its own."""
+    by: dict[int, set[str]] = {}
+    for share in facts.shares:
+        by.setdefault(share.rank, set()).add(share.operators)
+    first = next(iter(facts.shares), None)
+    if first is None or any(len(each) > 1 for each in by.values()):
+        return None
+    return next(((first, other) for other in facts.shares if other.operators != first.operators), None)
+
+
+def _only_in(one: LossShare, other: LossShare) -> str:
+    theirs = other.operators.split(", ")
+    return ", ".join(name for name in one.operators.split(", ") if name not in theirs) or "nothing"
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
