@@ -23,7 +23,7 @@ from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving import bare
-from prepkit.proving.loss_graph import used_outside
+from prepkit.proving.loss_graph import made_of, used_outside
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro, RecordedCall, Returned
 from prepkit.rules.run.proof_causes import near
 
@@ -105,8 +105,14 @@ class Called:
     """Those that are not as they were at the first call of the window."""
     micro: int = -1
     entry: str = "forward"
+    evaluating: tuple[str, ...] = ()
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
+
+    @classmethod
+    def of(cls, root: nn.Module, inputs: str, tensors: dict[str, Tensor], **more: Any) -> Called:
+        """A call that begins now."""
+        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), **more)
 
     def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
         """Yield its tensors by their keys in a record, where it is the call of this number."""
@@ -124,6 +130,7 @@ class Called:
             outputs=ends,
             digest=kept,
             returned=tuple(self.returned),
+            evaluating=self.evaluating,
         )
 
 
@@ -221,6 +228,11 @@ class Clipping:
             self.at.append(len(self._micros))
 
 
+def evaluating(root: nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that are in evaluation."""
+    return tuple(path for path, module in names.named_modules(root).items() if not module.training)
+
+
 def _used(root: nn.Module | None, loss: Tensor, ends: set[int]) -> Iterator[str]:
     """Yield parameters that a loss uses itself, beside the outputs that begin at ``ends``."""
     known = {id(param): name for name, param in parameters(root)}
@@ -275,6 +287,14 @@ class Around:
         """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
         self._left = with_gradients(root) if first and not self.beside else self._left
         self.outside |= dict.fromkeys(_used(root, loss, ends))
+
+    def again(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> bool:
+        """Before a backward over no new call: whether it goes over outputs of earlier ones, whose gradients add up."""
+        ends = {id(end) for call in calls for end in call.ends}
+        if not made_of(loss, ends):
+            return False
+        self.outside |= dict.fromkeys(_used(root, loss, ends))
+        return True
 
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
         """Before, or behind, a backward that no output of the model takes part in; ``first``: of all."""

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from prepkit.config import ClipNorm, ClipValue
 from prepkit.config.precision import PRECISIONS
@@ -49,8 +50,9 @@ class Elsewhere(Mapping[str, Tensor]):
         if key in self.here:
             return self.here[key]
         shape, dtype = self.kinds[key]
-        world().from_first((self.rank, key))
-        return _sent(self.rank, torch.empty(shape, dtype=dtype))
+        with _disable_current_modes():  # ``replay.Alone`` forbids collectives, and this one is answered
+            world().from_first((self.rank, key))
+            return _sent(self.rank, torch.empty(shape, dtype=dtype))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.kinds)

@@ -113,6 +113,12 @@ def operators_of(loss: Tensor, ends: Collection[int]) -> str:
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(found.items()))
 
 
+def made_of(loss: Tensor, ends: Collection[int]) -> bool:
+    """Whether one of these nodes has a part in it, as far as one walks."""
+    following = (id(one) for node in _made_by(loss, ends) for one, _ in node.next_functions)
+    return id(loss.grad_fn) in ends or any(one in ends for one in following)
+
+
 def _made_by(loss: Tensor, ends: Collection[int]) -> Iterator[Any]:
     seen: set[int] = set()
     left = [loss.grad_fn]

@@ -68,6 +68,8 @@ class RecordedCall:
     """Of all tensors that it was given."""
     returned: tuple[Returned, ...] = ()
     """Its first outputs, as the loop got them."""
+    evaluating: tuple[str, ...] = ()
+    """Modules that were in evaluation."""
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import isfinite
-from typing import Any, cast
+from typing import Any
 
 import torch
 from attrs import define, evolve, field
@@ -31,7 +31,7 @@ from prepkit.proving.hooks import (
     changed_behind,
     clip_of,
     engine_of,
-    entry_of,
+    evaluating,
     held_parts,
     known_accumulation,
     line_of,
@@ -88,7 +88,7 @@ class Recorder:
     _again: bool = field(default=False, init=False)
     """Whether the root was called since its window is complete."""
     _ready: bool = field(default=False, init=False)
-    """Whether gradients were cleared since then, so that the next forward is that of another window."""
+    """Whether gradients were cleared since then: the next forward is another window's."""
     _evaluating: tuple[str, ...] = field(default=(), init=False)
     _stepping: bool = field(default=False, init=False)
     _calls: list[Called] = field(factory=list, init=False)
@@ -224,9 +224,8 @@ class Recorder:
                 one.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
                 one._around.swung = True
                 return
-        options: dict[str, Any] = {"largest": self.largest, "raises": self.raises, "lingers": self.lingers}
-        other = Recorder(root=module, when_done=self._ended, **options)
-        other.family = self.family
+        other = Recorder(root=module, when_done=self._ended, lingers=self.lingers, raises=self.raises)
+        other.largest, other.family = self.largest, self.family
         self.family.append(other)
         self._stack.enter_context(other.on())
 
@@ -281,7 +280,7 @@ class Recorder:
             self._operators.close()
             self._operators.enter_context(self._tracer.operators())
         own = "num_items_in_batch" in kwargs
-        self._calls.append(Called(inputs, tensors, buffers=buffers, own_total=own, entry=entry_of(self.root)))
+        self._calls.append(Called.of(self.root, inputs, tensors, buffers=buffers, own_total=own))
         held = sum(one.nbytes for call in self._calls for one in (*call.tensors.values(), *call.buffers.values()))
         if held > self.largest:
             self._give_up(
@@ -311,7 +310,7 @@ class Recorder:
             self._over()
         open_calls = [call for call in self._calls if call.micro < 0]
         trains = not (self._stepping or self.done) and losses[0].numel() == 1
-        if trains and not open_calls:
+        if trains and not open_calls and not self._around.again(self.root, losses[0], self._calls):
             self._around.past(self.root, losses[0], set(), first=not self._micros)
         if not (trains and open_calls):  # as in checkpointing too, which goes backward inside a backward
             return plain(tensors, *args, **kwargs)
@@ -464,10 +463,11 @@ class Recorder:
             self._complete()
 
     def _complete(self) -> None:
-        if not self.done:
-            self._evaluating = tuple(
-                path for path, one in names.named_modules(cast("nn.Module", self.root)).items() if not one.training
-            )
+        if not self.done and self.root is not None:
+            self._evaluating = evaluating(self.root)
+            trained = {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
+            for name in sorted(trained - self._groups.keys()):  # which other ranks may step, and send
+                self._keep(f"after/{name}", self._parts[name].values)
         self.done = True
         if not self.lingers:
             self._over()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prepkit.facts.proof import GradientProof, LossShare, ProofFacts
 from prepkit.findings.text import some
@@ -31,6 +32,7 @@ from prepkit.proving.parts_of import CannotReplay, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
+from prepkit.ranks.world import world
 
 HALF = ("bfloat16", "float16")
 DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted")
@@ -289,13 +291,13 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
     found = []
     window.outputs.append(Outputs(str(dtype).removeprefix("torch.")))
     for record in window.records:
-        bare.evaluate(model, record.head.evaluating)
         for at, micro in enumerate(record.head.micros):
             share: dict[str, Tensor] = {}
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
                     weight = _weight(window.records, record, at)
                     _put_back(buffers, record, number)
+                    bare.evaluate(model, call.evaluating)
                     divisor = record.head.scale / _number(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
@@ -324,6 +326,18 @@ class _Call:
     low: str | None
 
 
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Nobody answers a collective: the other ranks do something else. Raises ``CannotReplay``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch."""
+        del types
+        if func.namespace in ("c10d", "_c10d_functional") and world().size > 1:
+            said = f"the model calls a collective of its own ({func.name()}) in its forward or backward"
+            raise CannotReplay(f"{said}, which one process cannot do again alone")
+        return func(*args, **(kwargs or {}))
+
+
 def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], window: Replay, made: _Call) -> None:
     """One call and its backward, from the gradients that arrived at its outputs; adds to the share."""
     record, number = made.record, made.number
@@ -341,7 +355,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
 
     entered: Callable[..., Any] = model if call.entry == "forward" else getattr(model, call.entry)
     with ExitStack() as stack:
-        for context in streamed.on(arrived):
+        for context in (*streamed.on(arrived), Alone()):  # type: ignore[no-untyped-call]
             stack.enter_context(context)
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
             outputs = list(tree.tensors_of(entered(*args, **kwargs)))

@@ -66,9 +66,14 @@ class CannotStep(RuntimeError):
 
 def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
     records, head = window.records, window.records[0].head
-    held = (part for record in records for part in record.head.params if part.name == one.name)
-    group = next((part.group for part in held if part.group is not None), None)
+    held = (
+        (record.head.rank, part.group) for record in records for part in record.head.params if part.name == one.name
+    )
+    rank, group = next(((rank, group) for rank, group in held if group is not None), (0, None))
     grads, after = replicas(records, "grad", one.name), replicas(records, "after", one.name)
+    after = (
+        tuple(replica for replica in after if replica.holder == rank) or after
+    )  # where others hold no optimizer of it
     if group is None:
         yield StepProof(name=one.name, held=False)
     elif grads and after:

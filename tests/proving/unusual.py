@@ -597,7 +597,67 @@ def weights_averaged_behind_the_step(rank: int, world: int) -> Window:
     return Window(model, train, lingers=True)
 
 
+def two_losses_of_one_forward(rank: int, world: int) -> Window:
+    """Each goes backward by itself."""
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(1):
+            outputs = model(x)
+            functional.cross_entropy(outputs, y).backward(retain_graph=True)
+            (0.1 * outputs.square().mean()).backward()
+        averaged(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def two_losses_of_one_forward_summed(rank: int, world: int) -> Window:
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(1):
+            outputs = model(x)
+            functional.cross_entropy(outputs, y).backward(retain_graph=True)
+            outputs.square().mean().backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def each_rank_steps_a_part_and_nobody_sends_it(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = torch.optim.AdamW(list(model.parameters())[rank::world], lr=1e-2)
+
+    def train() -> None:
+        for batch in micros(2):
+            loss_of(model, batch).div(2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, next(micros(1)))
+
+    return Window(model, train)
+
+
+class Counts(Net):
+    """Adds up over the ranks in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.abs().sum().detach()
+        dist.all_reduce(seen)
+        return super().forward(x / seen)
+
+
+def collective_in_the_forward(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Counts)))
+
+
 RIGHT_UNUSUAL = (
+    two_losses_of_one_forward,
     weights_averaged_behind_the_step,
     past_the_wrapper_before_the_last_micro_batch,
     penalty_in_a_backward_of_its_own,
@@ -646,6 +706,9 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (penalty_of_what_a_rank_has_read, "prove.past-wrapper", "enter.weight"),
     (seeded_in_every_micro_batch, "prove.same-draws", "Micro-batches 0 and 1 on ranks 0-1"),
     (all_in_bfloat16, "prove.rounded-away", "have stayed as they were"),
+    (two_losses_of_one_forward_summed, "prove.summed", "2.000 x"),
+    (each_rank_steps_a_part_and_nobody_sends_it, "prove.after-apart", "Rank 1 has other weights than rank 0"),
+    (collective_in_the_forward, "prove.unproven", "a collective of its own (c10d::allreduce_)"),
     (clipped_by_what_each_rank_holds, "prove.clipped-scaled", "scaled by each rank by a number of its own"),
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),
