@@ -239,12 +239,12 @@ def _used(root: nn.Module | None, loss: Tensor, ends: set[int]) -> Iterator[str]
     yield from (known[id(leaf)] for leaf in used_outside(loss, ends) if id(leaf) in known)
 
 
-def changed_behind(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights that something has changed since they were stepped; ``tensors`` are those of a record."""
+def keep_changed(parts: Mapping[str, Part], tensors: dict[str, Tensor], keep: Callable[[str, Tensor], None]) -> None:
+    """Keeps weights that something has changed since they were stepped; ``tensors`` are those of a record."""
     for name, part in parts.items():
         after = tensors.get(f"after/{name}")
         if after is not None and not torch.equal(after, part.values.detach().reshape(-1).cpu()):
-            yield name, part.values
+            keep(f"later/{name}", part.values)
 
 
 TRAINER = "transformers.Trainer"

@@ -28,11 +28,11 @@ from prepkit.proving.hooks import (
     Around,
     Called,
     Clipping,
-    changed_behind,
     clip_of,
     engine_of,
     evaluating,
     held_parts,
+    keep_changed,
     known_accumulation,
     line_of,
     other_buffers,
@@ -167,6 +167,8 @@ class Recorder:
         """Return what was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
         if self.root is None or not self.stepped:
             raise ValueError("no optimizer has stepped parameters of a model that was called")
+        if self._ready:  # and there was no other window
+            keep_changed(self._parts, self._tensors, self._keep)
         for call_at, call in enumerate(self._calls):
             self._tensors |= dict(call.held(call_at))
         for other in self.family[1:] if self.family[0] is self else ():
@@ -252,7 +254,6 @@ class Recorder:
         if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
         if self._ready and torch.is_grad_enabled():
-            self._ready = False
             self._over()
         if self.done or self.root is None or not torch.is_grad_enabled():
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
@@ -474,8 +475,8 @@ class Recorder:
 
     def _over(self) -> None:
         """Nothing more of this model is to be seen: the window is over, where all are done."""
-        for name, values in changed_behind(self._parts, self._tensors) if self.lingers else ():
-            self._keep(f"later/{name}", values)
+        keep_changed(self._parts, self._tensors, self._keep)
+        self._ready = False
         self._ended() if self.family[0] is self else self.when_done()
 
     def _ended(self) -> None:

@@ -183,7 +183,7 @@ def counts() -> tuple[Count, ...]:
     members = [name for name in dir(Prepared) if not name.startswith("_")]
     return (
         Count(what="files of the package", now=len(lines), before=526, ceiling=472),
-        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=78_700),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=79_000),
         Count(what="functions", now=functions, before=3_650),
         Count(what="lines of the longest file", now=max(lines), before=513),
         Count(
@@ -203,7 +203,7 @@ def counts() -> tuple[Count, ...]:
             what="exceptions of our own without an id there",
             now=raised(untold().__contains__),
             before=None,
-            ceiling=43,
+            ceiling=44,
         ),
         Count(what="errors of arguments there", now=raised(ARGUMENTS.__contains__), before=None, ceiling=109),
         Count(what="warnings without an id there", now=calls("warnings.warn", REFUSING), before=10, ceiling=0),
