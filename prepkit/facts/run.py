@@ -184,6 +184,8 @@ class RankFacts:
     """Digest of the scheduler's class, horizon and position."""
     state: str = ""
     """Digest of the optimizers' state of parameters that every rank steps alike."""
+    held: str = ""
+    """Digest of the names of parameters that its optimizers hold."""
 
 
 @frozen(kw_only=True)

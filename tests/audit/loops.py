@@ -658,6 +658,15 @@ def teacher_beside_ddp(rank: int, world: int) -> None:
         taken(model, optimizer, fn.mse_loss(model(x), teacher(x) + 1))
 
 
+def parts_that_ranks_step_and_send(rank: int, world: int) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(list(model.parameters())[rank::world])
+    for x, y in divided(rank, world):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+        for at, param in enumerate(model.parameters()):
+            torch.distributed.broadcast(param.data, at % world)
+
+
 def shards_in_float16_scaled(rank: int, world: int) -> None:
     model, scaler = two_layers(), torch.amp.GradScaler("cpu", init_scale=64.0)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
@@ -730,6 +739,7 @@ _ONE = (
 _TWO = (
     *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
     *(shards_with_two_optimizers, shards_in_float16_scaled, scaled_under_ddp, epochs_of_a_sampler),
+    parts_that_ranks_step_and_send,
 )
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),

@@ -81,6 +81,7 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         modes=_digest(tuple(site.module.training for site in places)),
         scheduler=_digest(facts.scheduler),
         state=_digest(_state(facts, places, optimizers)),
+        held=_digest(tuple(one.held for one in facts.optimizers)),
     )
 
 

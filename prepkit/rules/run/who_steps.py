@@ -74,6 +74,8 @@ def _misses(facts: RunFacts) -> Iterator[Hit]:
     missed = _missed(facts)
     if not facts.optimizers or not missed or any(one.orphans for one in facts.optimizers):
         return
+    if len({rank.held for rank in facts.ranks}) > 1:  # each steps a part, and may send it to the others
+        return
     what = f"Nobody steps {count(len(missed), 'trained parameter')}: {some(missed)}."
     yield Hit("optimizer", what)
 
