@@ -106,7 +106,8 @@ RULES: tuple[Rule, ...] = (
         check=_ticked,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),
-        fix="Call optimizer.step() before scheduler.step(); after a restart load the state of both.",
+        fix="Call scheduler.step() behind optimizer.step(), once for each of those and for no micro-batch; after a restart "
+        "load the state of both.",
         severity=Severity.WARNING,
         source=("torch LRScheduler.step",),
     ),
