@@ -106,8 +106,8 @@ RULES: tuple[Rule, ...] = (
         check=_ticked,
         at=(Moment.AUDIT,),
         needs=(Need.OPTIMIZERS,),
-        fix="Call scheduler.step() behind optimizer.step(), once for each and for no micro-batch; after a restart load the "
-        "state of both.",
+        fix="Call scheduler.step() behind optimizer.step(), once for each and for no micro-batch; after a restart "
+        "load the state of both.",
         severity=Severity.WARNING,
         source=("torch LRScheduler.step",),
     ),
