@@ -6,8 +6,10 @@ import runpy
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from attrs import evolve
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, told
@@ -15,6 +17,7 @@ from prepkit.facts.proof import ProofFacts
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder, TooLarge
+from prepkit.proving.steppers import given_to
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
 from prepkit.rules import found
@@ -23,6 +26,14 @@ TOGETHER = (
     "Let all ranks step after the same backward, and end at the same batch: what a rank decides by its own data, as "
     "to skip a step, all have to decide alike, as by an all_reduce of it."
 )
+
+
+UNSEEN = (
+    "optimizers have stepped, and nothing that the loop has called holds what they step: a step inside of a module's "
+    "own call, as by manual optimization, or weights that are no module's, as for functional_call and vmap"
+)
+ENOUGH = 20
+"""Steps of that kind after which nothing else is waited for."""
 
 
 class WindowDone(BaseException):
@@ -45,17 +56,28 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
     def looked(found: Audit) -> None:
         seen.append(evolve(found, proven=True))
 
+    def counted(optimizer: Any, *_: Any) -> None:
+        steps.extend([None] * any(param.grad is not None for param in given_to(optimizer)))
+        if len(steps) >= ENOUGH and not any(one.stepped for one in recorder.family):
+            raise WindowDone
+
+    steps: list[None] = []
     recorder, seen, arrivals = Recorder(when_done=end, traces=keep is not None, lingers=True), list[Audit](), Arrivals()
+    hook = register_optimizer_step_post_hook(counted)
     try:
         with recorder.on(), audited_at_first_step(looked, arrivals):
             _run(script, arguments, arrivals)
         arrivals.meet("the end of its window", last=True)
         proof = proven_window(recorder, keep)
+        if proof is None and steps:
+            proof = _unproven(UNSEEN)
     except TooLarge as error:
         arrivals.ends(str(error))
         proof = _unproven(str(error))
     except RanksApart as apart:
         proof = _uneven(str(apart))
+    finally:
+        hook.remove()
     return evolve(proof, audit=seen[0] if seen else None) if proof is not None else None
 
 

@@ -210,6 +210,19 @@ def test_a_forward_that_computes_with_the_layer_as_it_was_is_told_with_what_to_w
     assert found.rule == rule
 
 
+def test_steps_over_weights_that_no_module_holds_are_no_script_without_a_step(tmp_path: Path) -> None:
+    steps = (
+        "weights = nn.Parameter(torch.zeros(6))\noptimizer = torch.optim.SGD([weights], lr=0.1)\nfor at in range(30):\n"
+    )
+    count = tmp_path / "steps"
+    proof = proved(
+        tmp_path,
+        f"{steps}    (x @ weights).sum().backward()\n    optimizer.step()\n    open({str(count)!r}, 'a').write('.')\n",
+    )
+    assert "prove.unproven: optimizers have stepped, and nothing that the loop has called holds" in told(proof)[0]
+    assert len(count.read_text()) < 20
+
+
 def test_an_optimizer_that_has_the_name_of_one_of_torch_is_not_taken_for_it(tmp_path: Path) -> None:
     proof = proved(
         tmp_path,
