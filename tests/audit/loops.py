@@ -658,6 +658,15 @@ def teacher_beside_ddp(rank: int, world: int) -> None:
         taken(model, optimizer, fn.mse_loss(model(x), teacher(x) + 1))
 
 
+def frozen_behind_ddp_that_finds_what_is_unused(rank: int, world: int) -> None:
+    model = DistributedDataParallel(two_layers(), find_unused_parameters=True)
+    for param in list(model.parameters())[:2]:
+        param.requires_grad_(requires_grad=False)
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
 def parts_that_ranks_step_and_send(rank: int, world: int) -> None:
     model = DistributedDataParallel(net())
     optimizer = torch.optim.AdamW(list(model.parameters())[rank::world])
@@ -739,7 +748,7 @@ _ONE = (
 _TWO = (
     *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
     *(shards_with_two_optimizers, shards_in_float16_scaled, scaled_under_ddp, epochs_of_a_sampler),
-    parts_that_ranks_step_and_send,
+    *(parts_that_ranks_step_and_send, frozen_behind_ddp_that_finds_what_is_unused),
 )
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),

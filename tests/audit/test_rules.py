@@ -113,7 +113,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.checkpoint-outside": evolve(FINE, wrapped=(WrappedModule(path="a", wrappers=("checkpointed", "fsdp1")),)),
     "run.not-averaged": with_params(averaged_by=(), ranks=1),
     "run.averaged-over-part": with_params(averaged_by=("fsdp2",), ranks=1),
-    "run.ddp-frozen": evolve(FINE, ddp=(DDPFacts(path="", reduced=4, known=3, frozen=NAMES[:1]),)),
+    "run.ddp-frozen": evolve(FINE, ddp=(DDPFacts(path="", reduced=4, known=3, waits=True, frozen=NAMES[:1]),)),
     "run.backend": with_params(device="cuda"),
     "run.ranks-models": with_ranks(model="b"),
     "run.ranks-optimizers": evolve(FINE, unlike=(Unlike(name="lr of group 0", held="0.1 on rank 0, 0.2 on rank 1"),)),

@@ -74,7 +74,7 @@ def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
 
 def _frozen(facts: RunFacts) -> Iterator[Hit]:
     for ddp in facts.ddp:
-        if ddp.reduced is not None and ddp.known < ddp.reduced:
+        if ddp.waits and ddp.reduced is not None and ddp.known < ddp.reduced:
             what = (
                 f"DistributedDataParallel waits for the gradients of {ddp.reduced} parameters, and {ddp.known} train: "
                 f"its buckets hold what was frozen after it was made{_named(ddp.frozen)}."
