@@ -126,13 +126,18 @@ def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dic
         return Ran(code, out.read(), err.read())
 
 
+_left: list[dict[str, Any]] = []
+"""Globals of scripts, which live as long as the process: a wrapper that goes away while its group is there may wait in
+C++ for the other rank, with nobody to tell where."""
+
+
 def _code(module: str, script: str) -> int:
     """The exit status that an interpreter would end with."""
     try:
         if module:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            _left.append(runpy.run_module(module, run_name="__main__", alter_sys=True))
         else:
-            runpy.run_path(script, run_name="__main__")
+            _left.append(runpy.run_path(script, run_name="__main__"))
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
