@@ -597,8 +597,8 @@ def weights_averaged_behind_the_step(rank: int, world: int) -> Window:
     return Window(model, train, lingers=True)
 
 
-def two_losses_of_one_forward(rank: int, world: int) -> Window:
-    """Each goes backward by itself."""
+def _two_backwards(then: Callable[[nn.Module], object]) -> Window:
+    """Over one forward; ``then`` is done to the gradients."""
     model = net()
     optimizer = adam(model)
 
@@ -607,26 +607,18 @@ def two_losses_of_one_forward(rank: int, world: int) -> Window:
             outputs = model(x)
             functional.cross_entropy(outputs, y).backward(retain_graph=True)
             (0.1 * outputs.square().mean()).backward()
-        averaged(model)
+        then(model)
         optimizer.step()
 
     return Window(model, train)
+
+
+def two_losses_of_one_forward(rank: int, world: int) -> Window:
+    return _two_backwards(averaged)
 
 
 def two_losses_of_one_forward_summed(rank: int, world: int) -> Window:
-    model = net()
-    optimizer = adam(model)
-
-    def train() -> None:
-        for x, y in micros(1):
-            outputs = model(x)
-            functional.cross_entropy(outputs, y).backward(retain_graph=True)
-            outputs.square().mean().backward()
-        for param in model.parameters():
-            dist.all_reduce(param.grad)
-        optimizer.step()
-
-    return Window(model, train)
+    return _two_backwards(lambda model: [dist.all_reduce(param.grad) for param in model.parameters()])
 
 
 def each_rank_steps_a_part_and_nobody_sends_it(rank: int, world: int) -> Window:

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.tools.deepspeed_keys import TAIL
-
 FILE = Path(__file__).parents[2] / "prepkit" / "resolve" / "deepspeed" / "arguments_table.py"
 HEAD = '''"""What the optimizers and schedules of DeepSpeed {version} take from its JSON, and those of torch {torch}.
 
@@ -23,6 +21,12 @@ with what is installed. A kind is ``bool``, ``number``, ``list``, ``text`` or ``
 
 from __future__ import annotations
 
+from prepkit.resolve.deepspeed.keys import sections
+
+'''
+TAIL = '''
+SECTIONS = sections(_TABLE)
+"""Dotted path of a section to its keys and their types; the whole config has the path ``""``."""
 '''
 _LEFT_OUT = ("Optimizer", "LBFGS", "SparseAdam")
 """Optimizers of torch that cannot train under DeepSpeed: one wants a closure, one wants sparse gradients."""
@@ -98,12 +102,7 @@ def text() -> str:
     versions = f'VERSION, TORCH = "{deepspeed.__version__}", "{release}"\n'
     doc = '"""DeepSpeed and torch that the table was generated from."""\n\n'
     return (
-        HEAD.format(version=deepspeed.__version__, torch=release)
-        + versions
-        + doc
-        + "\n".join(lines)
-        + '\n"""\n\n'
-        + TAIL
+        HEAD.format(version=deepspeed.__version__, torch=release) + versions + doc + "\n".join(lines) + '\n"""\n' + TAIL
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from prepkit.findings.keywords import unknown_key_fix
 from prepkit.findings.text import near
 from prepkit.resolve.deepspeed.arguments_table import SECTIONS
-from prepkit.resolve.deepspeed.data import AUTO, drop, look, put
+from prepkit.resolve.deepspeed.data import AUTO, drop, look, number_in, put
 from prepkit.resolve.deepspeed.flaws import Draft
 
 _UNSEEN = ("muadam", "muadamw", "musgd")
@@ -101,7 +101,7 @@ def _value(draft: Draft, section: str, path: str, value: Any, kind: str) -> None
     if value is None or kind == "any" or each:  # a schedule takes one for each group of parameters
         return
     if not _fits(value, kind):
-        number = _number(value) if kind == "number" else None
+        number = number_in(value) if kind == "number" else None
         such = "" if number is None else f" without quotes: {value}"
         draft.flaw(
             "wrong-type",
@@ -133,12 +133,3 @@ def _fits(value: Any, kind: str) -> bool:
         return False
     kinds: dict[str, type | tuple[type, ...]] = {"number": (int, float), "list": list, "text": str}
     return isinstance(value, kinds[kind])
-
-
-def _number(value: Any) -> float | None:
-    """The finite number that a text is."""
-    try:
-        number = float(value) if isinstance(value, str) else float("nan")
-    except ValueError:
-        return None
-    return number if abs(number) < float("inf") else None

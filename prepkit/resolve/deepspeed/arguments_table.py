@@ -7,6 +7,8 @@ with what is installed. A kind is ``bool``, ``number``, ``list``, ``text`` or ``
 
 from __future__ import annotations
 
+from prepkit.resolve.deepspeed.keys import sections
+
 VERSION, TORCH = "0.19.8", "2.13.0"
 """DeepSpeed and torch that the table was generated from."""
 
@@ -153,20 +155,5 @@ scheduler WarmupLR
   text: warmup_type
 """
 
-
-def _read() -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    keys, kind = found.setdefault("", {}), ""
-    for line in _TABLE.strip().splitlines():
-        if not line.startswith(" "):
-            keys = found.setdefault("" if line == "." else line, {})
-            continue
-        words = line.split()
-        if words[0].endswith(":"):
-            kind = words.pop(0)[:-1]
-        keys.update(dict.fromkeys(words, kind))
-    return found
-
-
-SECTIONS = _read()
+SECTIONS = sections(_TABLE)
 """Dotted path of a section to its keys and their types; the whole config has the path ``""``."""

@@ -257,3 +257,12 @@ def _without(engine: DeepSpeed, path: str) -> DeepSpeed:
         return engine
     drop(data, path)
     return evolve(engine, config=json.dumps(data))
+
+
+def number_in(value: Any) -> float | None:
+    """The finite number that a text is."""
+    try:
+        number = float(value) if isinstance(value, str) else float("nan")
+    except ValueError:
+        return None
+    return number if abs(number) < float("inf") else None

@@ -165,10 +165,11 @@ REMOVED = (
 """Keys that older versions knew and this one refuses."""
 
 
-def _read() -> dict[str, dict[str, str]]:
+def sections(table: str) -> dict[str, dict[str, str]]:
+    """Sections to their keys and the types of these: a line for each section, and below it ``type: key ...``."""
     found: dict[str, dict[str, str]] = {}
     keys, kind = found.setdefault("", {}), ""
-    for line in _TABLE.strip().splitlines():
+    for line in table.strip().splitlines():
         if not line.startswith(" "):
             keys = found.setdefault("" if line == "." else line, {})
             continue
@@ -179,5 +180,5 @@ def _read() -> dict[str, dict[str, str]]:
     return found
 
 
-SECTIONS = _read()
+SECTIONS = sections(_TABLE)
 """Dotted path of a section to its keys and their types; the whole config has the path ``""``."""

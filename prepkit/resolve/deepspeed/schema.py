@@ -9,7 +9,7 @@ from typing import Any
 
 from prepkit.config import FP8, MSAMP
 from prepkit.findings.keywords import unknown_key_fix
-from prepkit.resolve.deepspeed.data import AUTO, Data, drop, look, put
+from prepkit.resolve.deepspeed.data import AUTO, Data, drop, look, number_in, put
 from prepkit.resolve.deepspeed.flaws import Draft
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
 
@@ -108,7 +108,7 @@ def _typed(draft: Draft, path: str, value: Any, kinds: str) -> None:
     shown = " or ".join(_NAMES.get(kind, "a section") for kind in allowed)
     fix = f"Write {shown}{_retyped(value, allowed)}."
     draft.flaw("wrong-type", f"`{path}` is {value!r:.60}, where DeepSpeed expects {shown}.", fix)
-    number = _number(value)
+    number = number_in(value)
     if path == "zero_optimization.stage" and number is not None and number.is_integer():
         put(draft.data, path, int(number))  # so that no rule speaks of a stage that nobody has asked for
     else:
@@ -129,20 +129,11 @@ def _retyped(value: Any, allowed: list[str]) -> str:
         return f", such as {round(value)}"
     if isinstance(value, str) and value.lower() in ("true", "false") and "bool" in allowed:
         return f" without quotes: {value.lower()}"
-    number = _number(value) if {"int", "float"}.intersection(allowed) else None
+    number = number_in(value) if {"int", "float"}.intersection(allowed) else None
     whole = number is not None and number.is_integer() and "int" in allowed
     if number is None or not (whole or "float" in allowed):
         return ""
     return f" without quotes: {int(number) if whole else number}"
-
-
-def _number(value: Any) -> float | None:
-    """The finite number that a text is."""
-    try:
-        number = float(value) if isinstance(value, str) else float("nan")
-    except ValueError:
-        return None
-    return number if abs(number) < float("inf") else None
 
 
 def left_over(draft: Draft) -> None:
