@@ -17,7 +17,7 @@ from prepkit.findings import PlanRejected
 from prepkit.proving import tree
 from prepkit.rules import found
 
-FORMAT = 2
+FORMAT = 3
 """Raised when a record can no longer be read as before."""
 FLOATING: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 KEY = "prepkit.record"

@@ -414,6 +414,7 @@ def other_rate(head: Any, _: Any) -> None:
 
 
 HOSTILE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "an older format, in which calls have no modes": (lambda head, _: head.update(format=2), True),
     "an entry that is no method": (lambda head, _: head["calls"][0].update(entry="__reduce__"), True),
     "an entry that the model lacks": (lambda head, _: head["calls"][0].update(entry="launch"), False),
     "an optimizer with a wrong option": (other_rate, False),
