@@ -18,7 +18,7 @@ import prepkit as pk
 from prepkit.findings import FindingWarning, PlanRejected, Severity
 from prepkit.observe.env import observe_env
 from prepkit.proving import spawned
-from prepkit.proving.record_file import path_of, read
+from prepkit.proving.record_file import FORMAT, path_of, read
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
@@ -88,7 +88,7 @@ def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2:
         whole[:-9],
         b"not a record",
         whole.replace(b'\\"rank\\": 1', b'\\"rank\\": 0'),
-        whole.replace(b'\\"format\\": 2', b'\\"format\\": 7'),
+        whole.replace(b'\\"format\\": %d' % FORMAT, b'\\"format\\": 7'),
         whole.replace(b'\\"scale\\"', b'\\"scald\\"'),
         whole.replace(b'\\"start\\": 0', b'\\"start\\": 9'),
         whole.replace(b'\\"micro\\": 0', b'\\"micro\\": 9'),
