@@ -210,7 +210,7 @@ def _roots(modules: list[nn.Module]) -> list[nn.Module]:
 def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
     """The root with most parameters that the optimizer holds or that have gradients; of equal ones the largest.
 
-    Together with other roots, and parameters that stand in none, of which it steps gradients.
+    Together with other roots, and tensors that stand in none, of which it steps gradients.
     """
     slots = {id(param): param for group in optimizer.param_groups for param in group["params"]}
 
@@ -218,21 +218,22 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
         params = list(root.parameters())
         return sum(id(param) in slots or param.grad is not None for param in params), len(params)
 
-    model = max(roots, key=weight, default=None)
-    if model is None:
-        return nn.Module()  # nothing with parameters is alive: whatever the optimizer steps is an orphan
-    parts = {type(model).__name__: model}
-    known = {id(param) for param in model.parameters()}
     live = {key for key, param in slots.items() if param.grad is not None}
+    model = max(roots, key=weight, default=nn.Module())
+    if live and not any(weight(model)[:1]):
+        model = nn.Module()  # it rests, as one whose weights ``functional_call`` is given
+    parts = {type(model).__name__: model} if any(weight(model)) else {}
+    known = {id(param) for param in model.parameters()}
     for root in roots:
         own = {id(param) for param in root.parameters()}
         if root is not model and own & live - known:
             parts[_free(type(root).__name__, parts)] = root
             known |= own
-    loose = [slots[key] for key in slots if key in live - known and isinstance(slots[key], nn.Parameter)]
-    if loose:
-        parts[_free("beside", parts)] = nn.ParameterList(loose)
-    return model if len(parts) == 1 else nn.ModuleDict(parts)
+    if live - known:
+        beside = nn.Module()
+        beside._parameters.update((str(at), one) for at, (key, one) in enumerate(slots.items()) if key in live - known)
+        parts[_free("beside", parts)] = beside
+    return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
 
 
 def _free(name: str, taken: Container[str]) -> str:

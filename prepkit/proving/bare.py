@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from prepkit.objects import names
 from prepkit.objects.forward import FP8_MARK, MARK
@@ -168,6 +170,27 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in site.module._buffers.items():
             if buffer is not None and site.first:
                 yield (f"{site.path}.{name}" if site.path else name), buffer
+
+
+def standing(module: nn.Module) -> nn.Module:
+    """The module; while ``torch.func.functional_call`` lends it tensors, one that keeps what stands in it now."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame = caller
+        if frame.f_code is stateless._functional_call.__code__ and module in set(frame.f_locals["module"].modules()):
+            return _keeping(module, {})
+    return module
+
+
+def _keeping(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """The same modules with tables of parameters, buffers and children of their own."""
+    if id(module) not in made:
+        made[id(module)] = kept = object.__new__(type(module))
+        tables = {key: dict(vars(module)[key]) for key in ("_parameters", "_buffers")}
+        vars(kept).update(vars(module) | tables)
+        children = module._modules.items()
+        vars(kept)["_modules"] = {key: None if one is None else _keeping(one, made) for key, one in children}
+    return made[id(module)]
 
 
 def evaluate(model: nn.Module, paths: tuple[str, ...]) -> None:

@@ -220,9 +220,9 @@ class Recorder:
         mine = {id(param) for param in module.parameters()}
         for one in self.family:
             assert one.root is not None
-            if module in set(one.root.modules()):
+            if module in set(one.root.modules()) or mine == (held := set(map(id, one.root.parameters()))):
                 return
-            if not mine.isdisjoint(map(id, one.root.parameters())):
+            if not mine.isdisjoint(held):
                 one.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
                 one._around.swung = True
                 return
@@ -232,7 +232,7 @@ class Recorder:
         self._stack.enter_context(other.on())
 
     def _attach(self, root: nn.Module, stack: ExitStack) -> None:
-        self.root = root
+        self.root = bare.standing(root)
         if self.traces:
             stack.enter_context(self._tracer.on(root))
             stack.callback(self._operators.close)

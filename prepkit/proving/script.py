@@ -30,7 +30,7 @@ TOGETHER = (
 
 UNSEEN = (
     "optimizers have stepped, and nothing that the loop has called holds what they step: a step inside of a module's "
-    "own call, as by manual optimization, or weights that are no module's, as for functional_call and vmap"
+    "own call, as by manual optimization, or weights that no call of a module holds as they are stepped, as under vmap"
 )
 ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""

@@ -445,6 +445,25 @@ def by_a_function(rank: int, world: int) -> None:
     taken(model, adam(model), loss)
 
 
+def lent_weights(rank: int, world: int) -> None:
+    model = net()
+    weights = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+    taken(model, optimizer, fn.cross_entropy(torch.func.functional_call(model, weights, (X,)), Y))
+
+
+def ensemble(rank: int, world: int) -> None:
+    models = [net() for _ in range(3)]
+    weights, buffers = torch.func.stack_module_state(models)  # type: ignore[arg-type]  # a list of modules it is
+    base = copy.deepcopy(models[0]).to("meta")
+
+    def called(*lent: Any) -> Any:
+        return torch.func.functional_call(base, lent, (X,))
+
+    outputs = torch.func.vmap(called)(weights, buffers)
+    taken(base, torch.optim.Adam(weights.values()), fn.cross_entropy(outputs.mean(0), Y))
+
+
 def several_losses(rank: int, world: int) -> None:
     model = net()
     optimizer = adam(model)
@@ -742,6 +761,7 @@ _ONE = (
     *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
+    *(lent_weights, ensemble),
     *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
     *(falling_to_nothing, ticked_by_epoch),
 )

@@ -648,6 +648,30 @@ def collective_in_the_forward(rank: int, world: int) -> Window:
     return trained(DDP(seeded(Counts)))
 
 
+def lent(average: Callable[[nn.Module], object]) -> Window:
+    """To a module of which nothing trains, by ``functional_call``."""
+    model = net()
+    weights = {name: nn.Parameter(param.detach().clone()) for name, param in model.named_parameters()}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1)
+
+    def train() -> None:
+        for x, y in micros(2):
+            outputs = torch.func.functional_call(model, weights, (x,))
+            (functional.cross_entropy(outputs, y) / 2).backward()
+        average(nn.ParameterList(weights.values()))
+        optimizer.step()
+
+    return Window(None, train)
+
+
+def weights_that_are_lent(rank: int, world: int) -> Window:
+    return lent(averaged)
+
+
+def lent_and_not_averaged(rank: int, world: int) -> Window:
+    return lent(lambda _: None)
+
+
 RIGHT_UNUSUAL = (
     two_losses_of_one_forward,
     weights_averaged_behind_the_step,
@@ -671,6 +695,7 @@ RIGHT_UNUSUAL = (
     sparse_gradients,
     stepped_in_the_backward_under_fsdp2,
     one_block_three_times,
+    weights_that_are_lent,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
@@ -704,6 +729,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (clipped_by_what_each_rank_holds, "prove.clipped-scaled", "scaled by each rank by a number of its own"),
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),
+    (lent_and_not_averaged, "prove.not-averaged", "All gradients are each rank's own"),
     (summed_over_its_samples_on_rank_1, "prove.unlike-losses", "Every loss of rank 1 weighs 6.00 x one of rank 0"),
 )
 """Each with its rule and a word of its text."""
