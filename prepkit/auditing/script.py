@@ -220,8 +220,9 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
 
     live = {key for key, param in slots.items() if param.grad is not None}
     model = max(roots, key=weight, default=nn.Module())
-    if live and not any(weight(model)[:1]):
-        model = nn.Module()  # it rests, as one whose weights ``functional_call`` is given
+    rests = bool(live) and not weight(model)[0] and not engines(model)  # an engine steps masters of its own
+    if rests:
+        model = nn.Module()  # as where ``functional_call`` lends it weights
     parts = {type(model).__name__: model} if any(weight(model)) else {}
     known = {id(param) for param in model.parameters()}
     for root in roots:
@@ -229,9 +230,10 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
         if root is not model and own & live - known:
             parts[_free(type(root).__name__, parts)] = root
             known |= own
-    if live - known:
+    loose = [slots[key] for key in slots if key in live - known and (rests or isinstance(slots[key], nn.Parameter))]
+    if loose:
         beside = nn.Module()
-        beside._parameters.update((str(at), one) for at, (key, one) in enumerate(slots.items()) if key in live - known)
+        beside._parameters.update((str(at), one) for at, one in enumerate(loose))
         parts[_free("beside", parts)] = beside
     return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
 
