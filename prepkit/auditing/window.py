@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
 from prepkit.auditing.running import recompiled
-from prepkit.facts.window import Loaded, WindowFacts
+from prepkit.facts.window import Loaded, OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
+from prepkit.objects.names import unwrap_root
+from prepkit.observe.prepared.loaders import language_config, odd_batch
 from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
@@ -50,6 +53,7 @@ class Window:
     """Whether gradients were clipped before anything went backward."""
     went_backward: bool = False
     undivided: bool = False
+    text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
@@ -98,16 +102,20 @@ class Window:
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
             recompiled=recompiled(),
+            text=self.text,
             trainer=trainer,
             steps=steps,
             ticks=ticks,
         )
 
-    def _enters(self, module: nn.Module) -> None:
+    def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
         if not torch.is_grad_enabled():
             return
+        inside = unwrap_root(module)[-1]
+        if not self.text and (config := language_config(inside)) is not None:
+            self.text = odd_batch(dict(zip(signature(inside.forward).parameters, args, strict=False)) | kwargs, config)
         if id(module) not in self._called and any(one.requires_grad for one in module.parameters()):
             self._float16_units |= dict.fromkeys(_float16_units(module))
         self._called[id(module)] = weakref.ref(module)
@@ -279,14 +287,14 @@ def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[N
 
 
 @contextmanager
-def called_first(tell: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Inside, ``tell`` is told of modules that are called from outside of any other, before they are."""
+def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Inside, ``tell`` hears of modules that are called from outside of any other, and how, before they are."""
     plain, listens = nn.Module.__call__, True
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not listens:  # torch.compile keeps what it finds here, and traces it
             return plain(module, *args, **kwargs)
-        tell(module)
+        tell(module, args, kwargs)
         nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
         try:
             return plain(module, *args, **kwargs)

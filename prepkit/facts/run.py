@@ -10,7 +10,7 @@ from attrs import frozen
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
-from prepkit.facts.window import CourseFacts, WindowFacts
+from prepkit.facts.window import CourseFacts, OddSample, WindowFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
 """What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
@@ -133,8 +133,8 @@ class PreparedLoader:
     """Into how many parts all that divides it divides it, one inside the other."""
     content: str = ""
     """A digest of which samples its data set has, where its kind tells; else of their number."""
-    sample: Literal["", "shifted", "unmasked"] = ""
-    """What is wrong in the first sample of a language model: labels that are shifted already, pads without a mask."""
+    sample: OddSample = ""
+    """What is wrong in its first sample, where it feeds a causal language model."""
     indices: str = ""
     """A digest of the indices of its first batches; empty: not looked at, or not to be told."""
     samples: str = ""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import frozen
+
+OddSample = Literal["", "shifted", "unmasked", "counted"]
+"""What is wrong in a sample of a causal language model: labels that are shifted already, pads without a mask, pads that
+count as labels."""
 
 
 @frozen(kw_only=True)
@@ -58,6 +64,8 @@ class WindowFacts:
     """Whether a loss went backward past accelerate, divided by nothing."""
     recompiled: tuple[tuple[str, int], ...] = ()
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
+    text: OddSample = ""
+    """What is wrong in what such a model was called with."""
     trainer: str = ""
     """The Trainer that steps; empty: none."""
     steps: int | None = None

@@ -210,7 +210,7 @@ class Recorder:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def _root(self, module: nn.Module) -> None:
+    def _root(self, module: nn.Module, *_: Any) -> None:
         """Takes the first module that trains for the root, and gives any other a recorder of its own."""
         if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
             return

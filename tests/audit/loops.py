@@ -464,6 +464,30 @@ def ensemble(rank: int, world: int) -> None:
     taken(base, torch.optim.Adam(weights.values()), fn.cross_entropy(outputs.mean(0), Y))
 
 
+def text_model(kind: str) -> nn.Module:
+    from tests.audit.by_habit import llama
+
+    if kind == "llama":
+        return llama()
+    from transformers import GPT2Config, GPT2LMHeadModel, XLNetConfig, XLNetLMHeadModel
+
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=8, n_layer=1, n_head=2, n_positions=16))
+    return XLNetLMHeadModel(XLNetConfig(vocab_size=64, d_model=8, n_layer=1, n_head=2, d_inner=8))
+
+
+def labels_of_a_model_that_shifts_none(rank: int, world: int) -> None:
+    model, ids = text_model("xlnet"), torch.arange(1, 33).reshape(4, 8)
+    taken(model, adam(model), model(input_ids=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous()).loss)
+
+
+def pads_that_do_not_count(rank: int, world: int) -> None:
+    model, ids = text_model("gpt2"), torch.arange(1, 33).reshape(4, 8)
+    mask = (ids != ids[-1, -1]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    taken(model, adam(model), model(input_ids=ids, labels=labels, attention_mask=mask).loss)
+
+
 def several_losses(rank: int, world: int) -> None:
     model = net()
     optimizer = adam(model)
@@ -773,6 +797,7 @@ _TWO = (
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),
     *(Loop(run, "accelerate") for run in (accelerated_in_windows, accelerated_and_divided_by_hand)),
+    *(Loop(run, "transformers") for run in (labels_of_a_model_that_shifts_none, pads_that_do_not_count)),
     Loop(trainer_with_a_schedule, "transformers"),
     *(Loop(run, "lightning") for run in (lightning_by_step, lightning_by_epoch, lightning_by_hand)),
     *(Loop(run, "torch", 2) for run in _TWO),

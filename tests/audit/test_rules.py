@@ -172,6 +172,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.samples-odd": evolve(
         FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, sample="shifted"),)
     ),
+    "run.text-odd": evolve(FINE, window=WindowFacts(text="counted")),
     "run.in-order": evolve(
         FINE,
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), sampler="sequential"), division="dataset", replicas=2),),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -24,6 +25,7 @@ from tests.audit.loops import (
     one_seed,
     over,
     taken,
+    text_model,
     trained_by_lightning,
     trained_by_transformers,
     two_layers,
@@ -219,7 +221,20 @@ def decayed_by_an_engine_inside_a_pass(rank: int, world: int) -> None:
         engine.step()
 
 
+def labels_that_the_loop_shifts(rank: int, world: int) -> None:
+    model, ids = text_model("gpt2"), torch.arange(1, 33).reshape(4, 8)
+    taken(model, adam(model), model(input_ids=ids[:, :-1], labels=ids[:, 1:]).loss)
+
+
+def pads_that_count(rank: int, world: int) -> None:
+    model, ids = DistributedDataParallel(text_model("llama")), torch.arange(1, 33).reshape(4, 8)
+    mask = (ids != ids[-1, -1]).long()
+    taken(model, adam(model), model(input_ids=ids, labels=ids, attention_mask=mask).loss)
+
+
 WRONG: tuple[Loop, ...] = (
+    Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
+    Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
     *(Loop(run, ranks=2, rule="run.float16-unscaled") for run in (shards_in_float16, flat_shards_in_float16)),
     Loop(scaled_and_stepped_past_the_scaler, rule="run.scaled-stepped"),

@@ -555,7 +555,7 @@ def test_gradients_that_are_cleared_before_a_step_are_an_error_where_that_is_cer
 def test_a_hook_on_calls_is_not_compiled_with_the_model() -> None:
     """torch.compile keeps the call that it finds, and traces it later, when nobody listens any longer too."""
     told, x, plain = list[nn.Module](), torch.ones(2, 6), nn.Module.__call__
-    with called_first(told.append):
+    with called_first(lambda module, *_: told.append(module)):
         outer = nn.Sequential(torch.compile(Small(), backend="eager"))
         outer(x)
     outer(x)

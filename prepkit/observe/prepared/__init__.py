@@ -12,7 +12,6 @@ from torch import nn
 
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
-from prepkit.formats.models.architecture import peek
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.names import first_names, parameters_at, sites
 from prepkit.observe.env import observe_env
@@ -22,7 +21,7 @@ from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
 from prepkit.observe.prepared.gradients import gradients
 from prepkit.observe.prepared.inside import with_inside
-from prepkit.observe.prepared.loaders import prepared_loader
+from prepkit.observe.prepared.loaders import language_config, prepared_loader
 from prepkit.observe.prepared.optimizers import (
     accumulation,
     engine_facts,
@@ -113,19 +112,11 @@ def _alone(
             facts, optimizers=tuple(prepared_optimizer(one, model, first, state=state) for one in optimizers)
         )
     if Need.LOADERS in needs:
-        config = _language_config(places[0].module)
+        config = language_config(places[0].module)
         facts = evolve(facts, loaders=tuple(prepared_loader(one, config) for one in loaders))
     facts = evolve(facts, **with_inside(facts, places), unread=unread(places, optimizers, loaders))
     facts = evolve(facts, hidden=hidden(places, optimizers), launched=_launched())
     return (_with_values(facts, model, places, once) if Need.VALUES in needs else facts), places
-
-
-def _language_config(module: nn.Module) -> Any:
-    """The config of a causal language model of transformers, adapters around it or not; None for another model."""
-    base = peek(module, "base_model")
-    inside = peek(base, "model") or module
-    named = any(type(one).__name__.endswith("ForCausalLM") for one in (module, inside))
-    return peek(inside, "config") if named else None
 
 
 def _launched() -> int:

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sized
-from typing import Any, Literal
+import inspect
+from collections.abc import Mapping, Sized
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, Subset, TensorDataset
 
 from prepkit.facts.run import Division, PreparedLoader
+from prepkit.facts.window import OddSample
+from prepkit.formats.models.architecture import peek
 from prepkit.observe.loaders import loader_facts
 from prepkit.observe.prepared.reading import first_reads
 from prepkit.ranks.world import world
 
 SHOWN = 64
 """Items of a list or elements of a tensor that enter the digest of a data set."""
+TEXT = ("input_ids", "labels", "attention_mask")
+"""What a text, its labels and its mask are called in transformers."""
+ROWS = 4
+"""Samples of a batch that are looked at."""
 
 
 def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
@@ -101,23 +108,56 @@ def _content(data: Any) -> str:
         return ""
 
 
-def first_sample(data: Any, config: Any) -> Literal["", "shifted", "unmasked"]:
-    """Return what is wrong in the first sample that a causal language model of transformers is given.
+def language_config(module: nn.Module) -> Any:
+    """The config of a causal language model of transformers, adapters around it or not; None for another model.
 
-    Pads after the text whose labels count nothing do no harm: no token attends to what follows it.
+    Such a model shifts labels: it is called so, or gives them to transformers' own loss.
     """
+    base = peek(module, "base_model")
+    inside = peek(base, "model") or module
+    for one in (module, inside):
+        name, forward = type(one).__name__, inspect.unwrap(type(one).forward)
+        own = "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
+        if name.endswith("ForCausalLM") or (own and name.endswith("LMHeadModel")):
+            return peek(inside, "config")
+    return None
+
+
+def first_sample(data: Any, config: Any) -> OddSample:
+    """Return what is wrong in the first sample of a data set for a causal language model of transformers."""
     try:
         sample: Any = data[0] if hasattr(data, "__getitem__") and len(data) else {}
         if isinstance(sample, Tensor):  # torch warns of a name as its index
             return ""
-        ids, labels = (list(map(int, sample[name])) for name in ("input_ids", "labels"))
+        given = {name: list(map(int, sample[name])) for name in TEXT if name in sample}
     except Exception:  # of another kind, or code of the user that fails
         return ""
+    return odd_text(given, config)
+
+
+def odd_batch(given: Mapping[str, Any], config: Any) -> OddSample:
+    """Return what is wrong in the first samples of a batch that such a model is called with, by keyword."""
+    tensors = {name: given[name] for name in TEXT if isinstance(given.get(name), Tensor) and given[name].dim() == 2}
+    rows: list[dict[str, list[int]]] = [{} for _ in range(min(ROWS, *map(len, tensors.values()), ROWS))]
+    for name, tensor in tensors.items():
+        for row, values in zip(rows, tensor[:ROWS].tolist(), strict=False):
+            row[name] = values
+    return next(filter(None, (odd_text(row, config) for row in rows)), "")
+
+
+def odd_text(given: Mapping[str, list[int]], config: Any) -> OddSample:
+    """Return what is wrong in one text, its labels and its mask.
+
+    Pads after the text whose labels count nothing do no harm: no token attends to what follows it.
+    """
+    ids, labels, mask = (given.get(name, []) for name in TEXT)
     pairs = [(label, following) for label, following in zip(labels, ids[1:], strict=False) if label >= 0]
     if len(pairs) > 2 and labels[: len(ids)] != ids and all(label == following for label, following in pairs):
         return "shifted"
+    if mask:
+        return "counted" if any(label >= 0 and not seen for label, seen in zip(labels, mask, strict=False)) else ""
     pad = getattr(config, "pad_token_id", None)
-    if pad is None or "attention_mask" in sample or len(ids) < 2:
+    if pad is None or len(ids) < 2 or not labels:
         return ""
     learns = any(one == pad == label for one, label in zip(ids[-2:], labels[-2:], strict=False))
     before, behind = ids[0] == ids[1] == pad, ids[-1] == ids[-2] == pad

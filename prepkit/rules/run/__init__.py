@@ -85,6 +85,7 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Ranks draw alike where they hold parts of one layer, and only there.",
         ("run.dropout-alike", "run.dropout-unlike"),
     ),
+    ("Texts are what a causal language model takes.", ("run.samples-odd", "run.text-odd")),
     (
         "Numbers are finite.",
         (

@@ -8,6 +8,7 @@ from prepkit.facts.run import PreparedLoader, RunFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
 from prepkit.rules.rule import Hit, Moment, Need, Rule
+from prepkit.rules.run.window import MILDER_TEXT, odd
 
 
 def _readers(facts: RunFacts) -> int:
@@ -103,14 +104,11 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _samples(facts: RunFacts) -> Iterator[Hit]:
-    words = {
-        "shifted": "Labels are shifted already, and the model shifts them again: it learns the token after next.",
-        "unmasked": "Samples have pads and no attention_mask: tokens after them attend to them, or labels count them.",
-    }
+    if facts.window is not None:  # has heard what the model was called with
+        return
     for index, loader in enumerate(facts.loaders):
         if loader.sample:
-            fix = "Give labels equal to input_ids, with -100 where none count." if loader.sample == "shifted" else ""
-            yield Hit(f"loaders[{index}]", words[loader.sample], fix)
+            yield odd(f"loaders[{index}]", loader.sample)
 
 
 def _in_order(facts: RunFacts) -> Iterator[Hit]:
@@ -216,11 +214,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.samples-odd",
-        summary="Samples are what a causal language model takes.",
+        summary="Samples are what a causal language model takes, before it is called.",
         check=_samples,
         at=(Moment.AUDIT,),
         needs=(Need.LOADERS,),
         fix="Give the tokenizer's attention_mask along.",
+        milder=MILDER_TEXT,
         source=("transformers ForCausalLMLoss",),
     ),
     Rule(

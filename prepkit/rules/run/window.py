@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepkit.facts.run import RunFacts
+from prepkit.facts.window import OddSample
 from prepkit.findings import Severity
 from prepkit.findings.text import count, some
 from prepkit.rules.rule import Hit, Moment, Need, Rule
@@ -94,6 +95,33 @@ def _ends(facts: RunFacts) -> Iterator[Hit]:
         )
 
 
+_ODD: dict[OddSample, tuple[str, str]] = {
+    "shifted": (
+        "Labels are shifted already, and the model shifts them again: it learns the token after next.",
+        "Give labels equal to input_ids, with -100 where none count.",
+    ),
+    "unmasked": (
+        "Samples have pads and no attention_mask: tokens after them attend to them, or labels count them.",
+        "",
+    ),
+    "counted": (
+        "Labels count where attention_mask is 0: the model learns to give pads.",
+        "Write labels.masked_fill(attention_mask == 0, -100).",
+    ),
+}
+MILDER_TEXT = "where pads that are masked count as labels, as where the end of a text is a pad"
+
+
+def odd(where: str, sample: OddSample) -> Hit:
+    """What is wrong in a sample of a causal language model."""
+    return Hit(where, *_ODD[sample], milder=sample == "counted")
+
+
+def _called(facts: RunFacts) -> Iterator[Hit]:
+    if facts.window is not None and facts.window.text:
+        yield odd("model", facts.window.text)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.scaled-stepped",
@@ -151,6 +179,15 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.AUDIT,),
         fix="Call accelerator.backward(loss).",
         source=("accelerate Accelerator.backward",),
+    ),
+    Rule(
+        id="run.text-odd",
+        summary="A causal language model is called with what it takes.",
+        check=_called,
+        at=(Moment.AUDIT,),
+        fix="Give the tokenizer's attention_mask along.",
+        milder=MILDER_TEXT,
+        source=("transformers ForCausalLMLoss",),
     ),
     Rule(
         id="run.compiled-idle",
