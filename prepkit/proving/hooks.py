@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,24 @@ def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
     """Parameters that have a gradient, and not of zeros alone."""
     grads = {name: param.grad for name, param in parameters(root) if param.requires_grad}
     return tuple(name for name, one in grads.items() if one is not None and bool(local(one).to_dense().any()))
+
+
+def with_closure(args: Sequence[Any], kwargs: Mapping[str, Any], then: Callable[[], None]) -> Any:
+    """The arguments of a step, whose closure does ``then`` when it has made the gradients; None where it has none."""
+    given = (*args, *kwargs.values())
+    made = next((one for one in given if callable(one) and not isinstance(one, torch.optim.Optimizer)), None)
+    if made is None:
+        return None
+
+    def closure() -> Any:
+        result = made()
+        then()
+        return result
+
+    def instead(one: Any) -> Any:
+        return closure if one is made else one
+
+    return tuple(map(instead, args)), {key: instead(one) for key, one in kwargs.items()}
 
 
 @define(eq=False)

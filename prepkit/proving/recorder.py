@@ -39,6 +39,7 @@ from prepkit.proving.hooks import (
     parameters,
     shapes,
     trainer_accumulation,
+    with_closure,
     with_gradients,
 )
 from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of
@@ -249,6 +250,8 @@ class Recorder:
             return
         stack.callback(root.register_forward_pre_hook(self._enters, prepend=True, with_kwargs=True).remove)
         stack.callback(root.register_forward_hook(self._leaves).remove)
+        if isinstance(root, nn.parallel.DistributedDataParallel):
+            stack.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
 
     def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self.stepped and not self.done and torch.is_grad_enabled():
@@ -259,9 +262,6 @@ class Recorder:
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
         self._around.forward(self.root, first=not self._calls)
-        for path, buffer in bare.named_buffers(self.root) if not self._calls else ():
-            self._keep(f"buffer/{path}", local(buffer))
-        buffers = dict(other_buffers(self.root, self._tensors)) if self._calls else {}
         if torch.is_autocast_enabled("cpu"):
             self._dtype = torch.get_autocast_dtype("cpu")
         tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
@@ -281,12 +281,21 @@ class Recorder:
             self._operators.close()
             self._operators.enter_context(self._tracer.operators())
         own = "num_items_in_batch" in kwargs
-        self._calls.append(Called.of(self.root, inputs, tensors, buffers=buffers, own_total=own))
+        self._calls.append(Called.of(self.root, inputs, tensors, own_total=own))
+        self._reads_buffers()
         held = sum(one.nbytes for call in self._calls for one in (*call.tensors.values(), *call.buffers.values()))
         if held > self.largest:
             self._give_up(
                 f"the inputs of {len(self._calls)} calls take {held:,} bytes, and {self.largest:,} may be kept"
             )
+
+    def _reads_buffers(self, *_: Any) -> None:
+        """As a forward begins with them, which is once DDP has sent those of rank 0."""
+        if self.done or self.root is None or not (self._calls and torch.is_grad_enabled()):
+            return
+        for path, buffer in bare.named_buffers(self.root) if len(self._calls) == 1 else ():
+            self._keep(f"buffer/{path}", local(buffer))
+        self._calls[-1].buffers = dict(other_buffers(self.root, self._tensors))
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
         self._operators.close()
@@ -388,22 +397,12 @@ class Recorder:
 
     def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records what is about to be stepped; what a closure makes first, after the closure."""
-        given = [*args, *(kwargs or {}).values()]
-        closures = [one for one in given if callable(one) and not isinstance(one, torch.optim.Optimizer)]
-        if self.done and closures and optimizer in self._optimizers:
+        closed = with_closure(args, kwargs or {}, lambda: self._gradients(optimizer))
+        if self.done and closed and optimizer in self._optimizers:
             self.family[0].when_done()  # the next window
-        if not closures or self.done:
-            self._gradients(optimizer if not closures else None)
-            return None
-
-        def closure() -> Any:
-            result = closures[0]()
-            self._gradients(optimizer)
-            return result
-
-        return tuple(closure if one is closures[0] else one for one in args), {
-            key: closure if one is closures[0] else one for key, one in (kwargs or {}).items()
-        }
+        if not closed or self.done:
+            self._gradients(optimizer if not closed else None)
+        return None if self.done else closed
 
     def _gradients(self, optimizer: Any) -> None:
         if self.done and optimizer in self._optimizers and not self._stepping:

@@ -648,6 +648,20 @@ def collective_in_the_forward(rank: int, world: int) -> Window:
     return trained(DDP(seeded(Counts)))
 
 
+def norms_that_rest_in_the_second_micro_batch(rank: int, world: int) -> Window:
+    """Where DDP sends the averages of rank 0 before each forward."""
+    model = DDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)))
+    optimizer = adam(model)
+
+    def train() -> None:
+        for micro, batch in enumerate(micros(2)):
+            model.module[1].train(micro == 0)
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def lent(average: Callable[[nn.Module], object]) -> Window:
     """To a module of which nothing trains, by ``functional_call``."""
     model = net()
@@ -696,6 +710,7 @@ RIGHT_UNUSUAL = (
     stepped_in_the_backward_under_fsdp2,
     one_block_three_times,
     weights_that_are_lent,
+    norms_that_rest_in_the_second_micro_batch,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
