@@ -31,7 +31,7 @@ from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import file_findings, script_findings, started, with_options
+from prepkit.formats.started import file_findings, script_findings, started, supposed, with_options
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -199,7 +199,7 @@ def _started(
                     if named.kind:  # others may be data, or written later
                         missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
-                why = f"{script.path} starts it"
+                why = "; ".join(filter(None, (f"{script.path} starts it", supposed(launch))))
                 one = Found(path=place, sort="config", kind=named.kind, why=why) if named.kind else found(place)
                 if one is None or one.sort != "config":
                     continue
@@ -218,6 +218,8 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
         )
         for named in missing
     )
+    assumed = dict.fromkeys(filter(None, map(supposed, script.launches)))
+    one = evolve(one, why="; ".join((one.why, *assumed)))
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 

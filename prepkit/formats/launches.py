@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,8 @@ class LaunchLine:
     """Whether it is the value of a variable, and no line is known that runs it."""
     file: Mapping[str, Any] = field(factory=dict)
     """What stands in the config of accelerate that the line names."""
+    assumed: Mapping[str, str] = field(factory=dict)
+    """Variables of the command up to its script that nothing sets here, and what the script takes them for then."""
     cut: tuple[int, str] | None = None
     """The line at which the command ends before its last line, and by what; None: it does not."""
 
@@ -107,7 +109,7 @@ def read_script(path: str) -> Script:
         slurm |= slurm_options(line.split())
     if re.search(r"^#SBATCH[ \t]+(het|pack)job\b", text, re.MULTILINE):
         slurm = {}  # several jobs in one, each with its own numbers
-    every = commands(text, _set_by_slurm(slurm), _LAUNCHER)
+    every = commands(text, _set_by_slurm(slurm, text), _LAUNCHER)
     where = _Where((0, *(found.end() for found in re.finditer("\n", text))), Path(path).parent)
     found = ((command, _launch(command, where)) for command in every)
     lines = text.splitlines()
@@ -164,7 +166,8 @@ def slurm_options(words: list[str]) -> dict[str, str]:
     return options
 
 
-def _set_by_slurm(slurm: Mapping[str, str]) -> dict[str, str]:
+def _set_by_slurm(slurm: Mapping[str, str], text: str) -> dict[str, str | None]:
+    """Variables that Slurm sets in a script that is given to it; None: what to is not said in the script."""
     said = {
         "SLURM_NNODES": slurm.get("--nodes", ""),
         "SLURM_JOB_NUM_NODES": slurm.get("--nodes", ""),
@@ -174,7 +177,8 @@ def _set_by_slurm(slurm: Mapping[str, str]) -> dict[str, str]:
         "SLURM_GPUS_PER_NODE": slurm.get("--gpus-per-node", ""),
         "SLURM_GPUS_ON_NODE": slurm.get("--gpus-per-node", ""),
     }
-    return {name: value for name, value in said.items() if value.isdecimal()}
+    seen = set(re.findall(r"\bSLURM_\w+", text)) if _SBATCH.search(text) else set[str]()
+    return dict.fromkeys(sorted(seen)) | {name: value for name, value in said.items() if value.isdecimal()}
 
 
 # --- finding the launcher --------------------------------------------------------------------------------------------
@@ -254,7 +258,18 @@ def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Wh
         environment=command.exported,
         kept=command.kept,
         file=_data(named),
+        assumed=_assumed(command, (*before, *rest[:script])),
     )
+
+
+ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "NNODES", "NPROC_PER_NODE")
+"""Variables of the environment that say how many processes a launcher starts, and on which GPUs."""
+
+
+def _assumed(command: Command, words: Iterable[Word]) -> dict[str, str]:
+    """What is assumed in the command up to its script, and in the environment that its launcher reads."""
+    inherited = (pair for name in ENVIRONMENT for pair in command.assumed.get(name, ()))
+    return dict((*inherited, *(pair for word in words for pair in word.assumed)))
 
 
 def _step(words: list[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from prepkit import rules
 from prepkit.findings import Finding
@@ -332,7 +332,26 @@ def _gpus(said: tuple[str, str, str]) -> int | None:
 
 def script_findings(script: Script) -> tuple[Finding, ...]:
     """Return what contradicts in the lines of a script."""
-    return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
+    return tuple(
+        finding
+        for launch in script.launches
+        for finding in (
+            *_strange(script, launch),
+            *_cut(script, launch),
+            *(_supposing(finding, launch) for finding in _flaws(script, launch)),
+        )
+    )
+
+
+def supposed(launch: LaunchLine) -> str:
+    """What a line is read with that only its environment can say otherwise: ``supposing NUM_GPUS=6``; or nothing."""
+    pairs = ", ".join(f"{name}={value}" for name, value in launch.assumed.items())
+    return f"supposing {pairs}" if pairs else ""
+
+
+def _supposing(finding: Finding, launch: LaunchLine) -> Finding:
+    told = supposed(launch)
+    return evolve(finding, what=f"{finding.what}, {told}") if told else finding
 
 
 def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
@@ -348,14 +367,9 @@ def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
 
 
 def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
+    """What contradicts in the numbers of a line."""
     where = f"{script.path}:{launch.line}:{launch.column}"
     starts, given = started(launch), share(script.slurm, launch)
-    yield from _strange(script, launch)
-    if launch.cut is not None:
-        line, by = launch.cut
-        what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
-        how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
-        yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
     nodes, whole = starts.nodes, starts.processes
     on_line = {"num_processes", "num_machines"} & launch.options.keys()
     if launch.launcher == "accelerate" and on_line and nodes and whole and whole % nodes:
@@ -366,6 +380,14 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     yield from _more_than_gpus(launch, starts, given, where)
     yield from _waits(script, launch, starts, given, where)
     yield from _twice(launch, starts, given, where)
+
+
+def _cut(script: Script, launch: LaunchLine) -> Iterator[Finding]:
+    if launch.cut is not None:
+        line, by = launch.cut
+        what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
+        how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
+        yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
 
 
 def _strange(script: Script, launch: LaunchLine) -> Iterator[Finding]:

@@ -240,6 +240,57 @@ def test_a_hostile_script_ends_soon(text: str, folder: Path) -> None:
     assert run("check", "run.sh", "--json").exit_code in (0, 1)
 
 
+# --- defaults of the shell -------------------------------------------------------------------------------------------
+
+EIGHT = "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node "
+
+
+@pytest.mark.parametrize(
+    ("text", "supposing"),
+    [
+        (f"{EIGHT}${{N:-8}} t.py\n", "N=8"),
+        (f"{EIGHT}${{N-8}} t.py\n", "N=8"),
+        (f"{EIGHT}${{N:=8}} t.py\n", "N=8"),
+        (f'{EIGHT}"${{N:-${{M:-8}}}}" t.py\n', "M=8, N=8"),
+        (f"N=${{N:-8}}\n{EIGHT}$N t.py\n", "N=8"),
+        (f'export N="${{N:-8}}"\n{EIGHT}${{N}} t.py\n', "N=8"),
+        (f": ${{N:=8}}\n{EIGHT}$N t.py\n", "N=8"),
+        (f"N=${{1:-8}}\n{EIGHT}$N t.py\n", "1=8"),
+        (f"G=$1\nN=${{G:-8}}\n{EIGHT}$N t.py\n", "G=8"),
+        (f"{EIGHT}$((2 * ${{M:-4}})) t.py\n", "M=4"),
+        (f"OPTIONS=${{OPTIONS:-8}}\nbash -c '{EIGHT}$OPTIONS t.py'\n", "OPTIONS=8"),
+        ("export CUDA_VISIBLE_DEVICES=${G:-0,1}\ntorchrun --nproc_per_node 8 t.py\n", "G=0,1"),
+        (f"N=\n{EIGHT}${{N:-8}} t.py\n", ""),
+        (f"N=8\n{EIGHT}${{N:-1}} t.py\n", ""),
+        (f"N=8\nN=${{N:-1}}\n{EIGHT}$N t.py\n", ""),
+        (f"N=8\n{EIGHT}${{N:?how many}} t.py\n", ""),
+    ],
+)
+def test_a_variable_that_nothing_sets_is_what_the_script_takes_it_for(text: str, supposing: str, folder: Path) -> None:
+    (found,) = told(text)
+    assert found[0] == "launch.gpus"
+    assert found[1].startswith("8 processes are started on a node")
+    assert found[1].partition(", supposing ")[2] == supposing
+    taken = next(one for one in run("check", "here/run.slurm").stdout.splitlines() if one.startswith("took"))
+    assert f"supposing {supposing}" in taken if supposing else "supposing" not in taken
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"for N in 1 2; do\n{EIGHT}${{N:-8}} t.py\ndone\n",
+        f"N=$(nvidia-smi -L | wc -l)\n{EIGHT}${{N:-8}} t.py\n",
+        f"{EIGHT}${{N:?how many}} t.py\n",
+        f"{EIGHT}${{N:-$(nproc)}} t.py\n",
+        f"N=1\nN=2\n{EIGHT}${{N:-8}} t.py\n",
+        slurm("--partition=a", f"{EIGHT}${{SLURM_NTASKS:-8}} t.py"),
+        slurm("--nodes=2", f"srun torchrun --nnodes ${{SLURM_NNODES:-4}} --nproc_per_node 8 {C10D} t.py"),
+    ],
+)
+def test_a_variable_that_something_sets_is_no_default(text: str, folder: Path) -> None:
+    assert told(text) == []
+
+
 # --- options over a config -------------------------------------------------------------------------------------------
 
 FSDP = YAML.format(kind="FSDP", nodes=1, processes=8) + (
