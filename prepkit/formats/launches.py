@@ -19,7 +19,7 @@ from prepkit.formats.shell_words import Command, Word, commands, unquoted
 
 _SBATCH = re.compile(r"^#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
-_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed|deepspeed|axolotl|llamafactory-cli")
+_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed|deepspeed|axolotl|llamafactory-cli|srun|mpirun")
 _FILE = re.compile(r".*\.(json|ya?ml|toml)", re.DOTALL)
 
 
@@ -77,6 +77,8 @@ class LaunchLine:
     """What stands in the config of accelerate that the line names."""
     assumed: Mapping[str, str] = field(factory=dict)
     """Variables of the command up to its script that nothing sets here, and what the script takes them for then."""
+    slurm: Mapping[str, str] = field(factory=dict)
+    """What ``#SBATCH`` lines ask for, where srun or mpirun starts the processes themselves."""
     cut: tuple[int, str] | None = None
     """The line at which the command ends before its last line, and by what; None: it does not."""
 
@@ -111,7 +113,9 @@ def read_script(path: str) -> Script:
         slurm = {}  # several jobs in one, each with its own numbers
     every = commands(text, _set_by_slurm(slurm, text), _LAUNCHER)
     where = _Where((0, *(found.end() for found in re.finditer("\n", text))), Path(path).parent)
-    found = ((command, _launch(command, where)) for command in every)
+    found = [(command, _launch(command, where)) for command in every]
+    if not any(launch is not None for _, launch in found):  # beside a launcher, it starts what prepares the data
+        found = [(command, _step_launch(command, where, slurm)) for command in every]
     lines = text.splitlines()
     launches = [
         (command, evolve(launch, cut=_cut(lines, launch.line))) for command, launch in found if launch is not None
@@ -211,6 +215,34 @@ def _launch(command: Command, where: _Where) -> LaunchLine | None:
     return None
 
 
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?\w*PYTHON\w*\}?", re.DOTALL | re.IGNORECASE)
+_RANKS = re.compile(
+    r"distributed|accelerat|lightning|deepspeed|Trainer|fairscale|megatron|colossalai|jax|horovod|prepkit|SLURM_|LOCAL_RANK"
+)
+"""What a program says that is one of several ranks."""
+
+
+def _step_launch(command: Command, where: _Where, slurm: Mapping[str, str]) -> LaunchLine | None:
+    """A launch by srun or mpirun alone, each of whose tasks is a rank: ``srun python train.py``.
+
+    A program that lies here and says nothing of ranks, as one that prepares data, is none.
+    """
+    words = [*command.before, *command.words]
+    by = next((i for i, word in enumerate(words) if word.text.rpartition("/")[2] in _BY), None)
+    python = next((i for i, word in enumerate(command.words) if _PYTHON.fullmatch(word.text)), None)
+    if by is None or python is None or by >= len(command.before) + python:
+        return None
+    rest = list(command.words[python + 1 :])
+    at = next((i for i, word in enumerate(rest) if word.text.endswith(".py") or (i and rest[i - 1].text == "-m")), None)
+    if at is None or _NOT_RUN & {word.text for word in words[: len(command.before) + python]}:
+        return None
+    program = resolved(rest[at].text, where.folder, command.folder)
+    if program is not None and not _RANKS.search(Path(program).read_text(encoding="utf-8", errors="replace")):
+        return None
+    launcher = "srun" if words[by].text.endswith("srun") else "mpirun"
+    return evolve(_read(launcher, command, python, rest[at:], evolve(where, gone=command.folder)), slurm=slurm)
+
+
 @frozen
 class _Where:
     lines: tuple[int, ...]
@@ -234,10 +266,10 @@ class _Where:
 def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Where) -> LaunchLine:
     options: dict[str, Argument] = {}
     strange: tuple[Argument, ...] = ()
+    script = 0
     if launcher in LAUNCHERS:
         options, strange, script = _of_launcher(launcher, rest, where)
-    else:
-        script = 0
+    elif launcher not in _BY:
         options = {one.name: one for one in _arguments(rest[1:], where)}
     started = rest[script].text if script < len(rest) else ""
     before = [*command.before, *command.words[:at]]

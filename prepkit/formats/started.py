@@ -126,7 +126,24 @@ def _llama_factory(launch: LaunchLine) -> _Sizes:
     return nodes, _whole(launch.environment.get("NPROC_PER_NODE", "")), None
 
 
+def _tasks_of_slurm(launch: LaunchLine) -> _Sizes:
+    """Each task of srun's is a rank. Where nobody says how many there are, ``sbatch`` may have been told."""
+    given = share(launch.slurm, launch)
+    return (given.nodes, given.per_node, given.launchers) if given.tasks_by[1] else (given.nodes, None, None)
+
+
+def _copies(launch: LaunchLine) -> _Sizes:
+    """Each process of mpirun's is a rank; on which hosts they are, its file says."""
+    whole = _whole(next((launch.step[name] for name in ("np", "n", "c") if name in launch.step), ""))
+    elsewhere = {"H", "host", "hostfile", "machinefile", "f", "map-by", "N", "npernode"} & launch.step.keys()
+    asked = share(launch.slurm, launch).nodes
+    nodes = 1 if not elsewhere and asked in (None, 1) else None
+    return nodes, whole if nodes else None, whole
+
+
 _STARTS = {
+    "srun": _tasks_of_slurm,
+    "mpirun": _copies,
     "accelerate": _accelerate,
     "torchrun": _torchrun,
     "deepspeed": _deepspeed,
@@ -165,7 +182,7 @@ def _visible(launch: LaunchLine) -> tuple[int | None, str]:
 
 def _reaches(launch: LaunchLine) -> bool:
     if launch.launcher != "accelerate":
-        return launch.launcher == "deepspeed"
+        return launch.launcher in ("deepspeed", "srun", "mpirun")
     if "config_file" in launch.options and not launch.file:
         return True  # nobody knows here
     if "mpirun_hostfile" in launch.options or launch.file.get("mpirun_config"):
@@ -446,6 +463,12 @@ def _fewer(launch: LaunchLine, starts: Started, each: int) -> str:
         return f"{_so_many(each)} behind {named.typed}" if named else _as_written(launch, "num_gpus", each)
     if launch.launcher == "llamafactory-cli":
         return f"NPROC_PER_NODE={each}"
+    if launch.launcher == "mpirun":
+        return f"-np {each * (starts.nodes or 1)}"
+    if launch.launcher == "srun":
+        who, name, value = share(launch.slurm, launch).tasks_by
+        place = "" if name == "--ntasks-per-node" else f" in the place of {name}={value}"
+        return f"{who} --ntasks-per-node={each}{place}"
     return _as_written(launch, "num_processes", each * (starts.nodes or 1))
 
 
@@ -463,9 +486,13 @@ def _more_gpus(given: SlurmShare, count: int) -> str:
 def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     nodes, asked = starts.nodes, _whole(script.slurm.get("--nodes", "")) or given.nodes
     who, name, value = given.tasks_by
-    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers):
+    itself = launch.launcher == launch.by
+    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers and not itself):
         return  # each launcher is a machine to the others, be it on one or not
-    if nodes > asked:
+    if nodes > asked and launch.launcher == "srun":
+        what = f"srun asks for {nodes} machines, and Slurm is asked for {asked}"
+        yield rules.found("launch.nodes", where, what, f"Write srun --nodes={asked}, or #SBATCH --nodes={nodes}.")
+    elif nodes > asked:
         option = {"torchrun": "nnodes", "deepspeed": "num_nodes"}.get(launch.launcher, "num_machines")
         what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"
         fix = f"Write {_as_written(launch, option, asked)}, or #SBATCH --nodes={nodes}."
@@ -486,7 +513,7 @@ def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShar
 
 def _twice(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     each, tasks = starts.per_node, given.per_node
-    if not each or each == 1:
+    if not each or each == 1 or launch.launcher == launch.by:  # which starts the processes itself
         return
     ends = "the launcher starts the processes of its node."
     if launch.by == "srun" and tasks and tasks > 1:
