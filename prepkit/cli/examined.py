@@ -394,11 +394,11 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, .
     from prepkit.rules.without_model import ask
 
     envs = _environments(cluster, imported, sizes)
-    model, absent = _named_model(one, imported)
+    model, absent, wrong = _named_model(one, imported)
     checked = Checked(found=one, named=imported.named, model=imported.model or "", absent=absent)
     asked = cluster.with_optimizer(imported.config)
     every = tuple(ask(asked, *known, model) for known in envs)
-    said = tuple(finding for answers in every for finding in answers.findings)
+    said = (*wrong, *(finding for answers in every for finding in answers.findings))
     fine = every[0].asked - len({finding.rule for finding in every[0].findings})
     unknown = Counter(what for _, what in every[0].unasked)
     costs = None
@@ -412,20 +412,26 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, .
     return _Asked(evolve(checked, fine=fine, unknown=unknown, costs=costs), said)
 
 
-def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str]:
-    """Facts of the model that a file names, from a folder beside it or the hub's cache; or why there are none."""
+def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str, tuple[Finding, ...]]:
+    """Facts of the model that a file names, from a folder beside it or the hub's cache; or why there are none.
+
+    Beside it what is wrong with the model's own config.
+    """
     from prepkit.formats.models import folder
 
     name = imported.model
     if name is None:
-        return None, ""
+        return None, "", ()
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        return None, f"it names {name}, which lies elsewhere; add --model {name}"
+        return None, f"it names {name}, which lies elsewhere; add --model {name}", ()
     beside = Path(one.path).parent / name
     try:
-        return folder.read(beside if beside.is_dir() else cli_refusal.place(name)).model, ""
+        return folder.read(beside if beside.is_dir() else cli_refusal.place(name)).model, "", ()
+    except folder.Impossible as error:
+        wrong = rules.found("model.sizes", error.where, error.what, error.fix)
+        return None, f"it names {name}, whose sizes are wrong; correct them", (wrong,)
     except folder.NotKnown as error:
-        return None, f"it names {name}: {error}"
+        return None, f"it names {name}: {error}", ()
 
 
 def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> Checked:
