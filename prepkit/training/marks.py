@@ -94,7 +94,7 @@ class Marks:
         return next((param for param in self.trained() if param.grad is not None), None)
 
     def _rewritten(self, now: tuple[int, int] | None) -> bool:
-        """Whether a gradient that is other than after the last backward was written; DDP lays its own anew in a forward."""
+        """Whether a gradient other than after the last backward was written; DDP lays its own anew in a forward."""
         grad = None if self._usual is None else self._usual.grad
         laid = grad is not None and grad._is_view() and None not in (now, self._mark)
         return not (laid and now[0] != self._mark[0])  # type: ignore[index]
