@@ -112,7 +112,7 @@ CASES: dict[str, tuple[tuple[str, int, Settings], ...]] = {
         ("three blocks", 6, (*_zero(3), INFERENCE)),
     ),
 }
-"""Engine, with what its cases have in common, to models, ranks, and settings beside those that the engine cannot do without."""
+"""Engine, with what its cases have in common, to models, ranks and settings."""
 
 
 @pytest.mark.parametrize("title", CASES)
