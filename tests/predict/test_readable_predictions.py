@@ -14,10 +14,13 @@ from attrs import evolve
 
 from prepkit import config as c
 from prepkit.facts import BufferFact, Facts, GroupFact, ModelFacts, ParamFact
+from prepkit.plan import Plan
 from prepkit.predict import PREDICTORS, predict
 from prepkit.predict.prediction import Term, Traffic
+from prepkit.predict.said import WHATS, at, said
 from prepkit.predict.tensor_parallel import cut_traffic
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
+from prepkit.testing.tiny import LIBRARIES
 from tests.support.drawn_runs import ENGINES, TP_LAYERS, changed
 from tests.support.golden import assert_golden
 from tests.support.plans import make
@@ -50,6 +53,14 @@ def _zero(stage: int, **own: object) -> Settings:
     return (("engine.stage", stage), ("engine.config", {"zero_optimization": usual | own}))
 
 
+def _ds(**config: object) -> Settings:
+    return (("engine.config", config),)
+
+
+_STAGE_3: Settings = (("engine.stage", 3), ("precision", c.BF16()))
+_BUCKET = {"reduce_bucket_size": 1500}
+_SHORT = {"stage3_max_reuse_distance": 3000, "stage3_max_live_parameters": 4000, "stage3_prefetch_bucket_size": 0}
+
 CASES: dict[str, tuple[tuple[str, int, Settings], ...]] = {
     "single": (
         ("16 bits, partly frozen", 1, (("precision", c.BF16()),)),
@@ -75,7 +86,7 @@ CASES: dict[str, tuple[tuple[str, int, Settings], ...]] = {
             6,
             (("engine.use_orig_params", False), ("engine.wrap", c.WrapRoot()), ("optimizer", c.AdamW())),
         ),
-        ("three blocks", 6, (INFERENCE, ("precision", c.BF16()))),
+        ("three blocks", 6, (INFERENCE, ("precision", c.BF16()), ("engine.offload", True))),
     ),
     "fsdp2": (
         ("three blocks", 6, (("accumulation", 3), ("precision", c.BF16()))),
@@ -101,8 +112,17 @@ CASES: dict[str, tuple[tuple[str, int, Settings], ...]] = {
         ("a frozen block", 6, (*_zero(2), ("precision", c.BF16()), ("engine.offload_optimizer", "cpu"))),
         ("a wide vocabulary", 6, (*_zero(2), ("engine.offload_optimizer", "cpu"), ("accumulation", 3))),
     ),
+    "zero, other numbers": (
+        ("three blocks", 6, (*_zero(2), ("engine.offload_optimizer", "cpu"))),
+        ("three blocks", 6, (*_zero(1), ("engine.offload_optimizer", "cpu"), ("accumulation", 3))),
+        ("three blocks", 6, (*_ds(optimizer={"type": "Lion", "params": {"lr": 0.1}}), ("engine.stage", 1))),
+        ("16 bits, partly frozen", 6, (*_ds(data_types={"grad_accum_dtype": "fp32"}), ("precision", c.BF16()))),
+        ("three blocks", 6, (*_ds(communication_data_type="fp32", zero_optimization=_BUCKET), *_STAGE_3)),
+        ("a wide vocabulary", 6, (*_zero(3, **_SHORT), ("engine.leaf_modules", ("Block",)), ("accumulation", 2))),
+        ("three blocks", 6, (*_zero(3), INFERENCE, ("engine.offload_param", "cpu"))),
+    ),
     "zero, stage 3": (
-        ("a frozen block", 6, (*_zero(3, sub_group_size=400), ("precision", c.BF16()))),
+        ("a frozen block", 6, (*_zero(3, sub_group_size=150), ("precision", c.BF16()))),
         ("three blocks", 6, (*_zero(3, stage3_max_reuse_distance=5000), ("engine.offload_param", "cpu"))),
         (
             "three blocks",
@@ -126,23 +146,46 @@ def test_every_engine_with_formulas_is_read() -> None:
     assert {type(ENGINES[title.partition(",")[0]]) for title in CASES} == set(PREDICTORS)
 
 
+SAID = (
+    ("single", "three blocks", 1, (("global_batch", 8),)),
+    ("fsdp2", "a wide vocabulary", 6, (("mesh", HYBRID), ("engine.offload", c.OffloadToCPU()), ("accumulation", 3))),
+    ("tensor", "a scalar", 2, (CUT[0], ("device", "cuda"))),
+    ("zero", "three blocks", 6, (*_ds(optimizer={"type": "Lion", "params": {"lr": 0.1}}), ("engine.stage", 1))),
+    ("xla", "three blocks", 4, (("loaders", c.KeepLoaders()), ("optimizer", (c.Muon(names=("layers.*",)), c.AdamW())))),
+)
+"""Plans of which the single values are read that policies and comments on pull requests name."""
+
+
+def test_single_values_of_a_plan_read_as_they_did_when_somebody_last_read_them() -> None:
+    lines = []
+    for engine, model, world, settings in SAID:
+        values = said(_plan(engine, model, world, settings))
+        lines += [f"# {engine}: {model} on {world}", *(f"{what}: {at(values, what)}" for what in WHATS)]
+        assert values.keys() - {what.partition(".")[0] for what in WHATS} == {"config"}
+        assert values["config"]["engine"]["kind"] == values["engine"]
+    assert_golden(GOLDEN / "single-values.txt", "\n".join(lines) + "\n")
+
+
 def _facts(model: ModelFacts, world: int, *, amsgrad: bool) -> Facts:
     """The model on accelerators, three to a node, with an optimizer of two groups, which may keep unlike states."""
     plain = tiny_facts(model, world=world, device="cuda", loader=tiny_loader(length=64 * world))
     assert plain.optimizer is not None
     names = plain.optimizer.groups[0].slots
     groups = (GroupFact(slots=names[:3]), GroupFact(slots=names[3:], options=(("amsgrad", amsgrad),)))
-    env = evolve(plain.env, per_node=3, capability=(9, 0), bf16=True, libraries=(("deepspeed", "0.19.8"),))
+    env = evolve(plain.env, per_node=3, capability=(9, 0), bf16=True, libraries=LIBRARIES)
     return evolve(plain, env=env, optimizer=evolve(plain.optimizer, groups=groups))
 
 
-def _case(engine: str, model: str, world: int, settings: Settings) -> Iterator[str]:
+def _plan(engine: str, model: str, world: int, settings: Settings) -> Plan:
     cfg, facts = c.Config(engine=ENGINES[engine]), _facts(MODELS[model], world, amsgrad=engine != "zero")
     for path, value in settings:
         cfg = changed(cfg, path, value)
-    if cfg.optimizer is not None or cfg.intent is c.Intent.INFERENCE:
-        facts = evolve(facts, optimizer=None)
-    plan = make(cfg, facts)
+    made = cfg.optimizer is not None or "optimizer" in getattr(cfg.engine, "config", "")
+    return make(cfg, evolve(facts, optimizer=None) if made or cfg.intent is c.Intent.INFERENCE else facts)
+
+
+def _case(engine: str, model: str, world: int, settings: Settings) -> Iterator[str]:
+    plan = _plan(engine, model, world, settings)
     found = predict(plan)
     yield f"## {model} on {world}: {', '.join(f'{path}={brief(value)}' for path, value in settings)}"
     shared = [term for term in found.classes[0].terms if all(term in one.terms for one in found.classes)]
