@@ -59,6 +59,7 @@ PURE = Group(
         "tests/plan",
         "tests/findings",
         "tests/formats/importers",
+        "tests/formats/test_schemas.py",
         "tests/render",
         "tests/cli",
         "tests/test_api.py",
