@@ -79,6 +79,7 @@ CASES: dict[str, tuple[tuple[str, int, Settings], ...]] = {
     "fsdp1": (
         ("three blocks", 6, (("accumulation", 3),)),
         ("16 bits, partly frozen", 6, (("engine.sharding", "NO_SHARD"), ("precision", c.BF16()), ("accumulation", 3))),
+        ("three blocks", 6, (("engine.sharding", "NO_SHARD"), ("precision", c.BF16()), ("optimizer", c.AdamW()))),
         ("a frozen block", 6, (("mesh", HYBRID), ("engine.sharding", "HYBRID_SHARD"), ("precision", c.BF16()))),
         ("a wide vocabulary", 6, (("engine.sharding", "SHARD_GRAD_OP"), ("engine.offload", True))),
         (
