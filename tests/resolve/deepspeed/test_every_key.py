@@ -1,7 +1,7 @@
 """What becomes of every key of DeepSpeed's config, with values right and wrong, at two stages.
 
-``golden/<section>.txt`` has for each key the outcomes, and the values that lead there: rules that refuse, else what
-DeepSpeed is given, and rules that warn.
+``golden/<section>.txt``, or the file of several in ``TOGETHER``, has for each key the outcomes, and the values that lead
+there: rules that refuse, else what DeepSpeed is given, and rules that warn. ``golden/sentences.txt`` has their words.
 """
 
 from __future__ import annotations
@@ -115,10 +115,25 @@ def of_section(section: str, keys: tuple[str, ...]) -> Iterator[tuple[str, str, 
             yield path, path, value, data
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_key_of_a_section_has_the_outcomes_that_it_had(section: str) -> None:
-    text = table(of_section(section, (*SECTIONS[section], "no_such_key")))
-    assert_golden(GOLDEN / f"{section or 'top'}.txt", text)
+TOGETHER = {
+    "monitors": ("csv_monitor", "tensorboard", "wandb", "comet", "comms_logger"),
+    "timers": ("timers", "timers.throughput", "flops_profiler"),
+    "dtypes": ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types"),
+    "tensor_parallel": ("tensor_parallel", "tensor_parallel.tensor_parallel", "tensor_parallel.tp"),
+    "zero_optimization.offload": ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
+    "zero_optimization.more": ("zero_optimization.leaf_module", "zero_optimization.zenflow"),
+    "workings": ("activation_checkpointing", "aio", "hybrid_engine"),
+    "makers": ("optimizer", "scheduler"),
+}
+"""Small sections that are read in one file."""
+_PLACED = frozenset(section for sections in TOGETHER.values() for section in sections)
+FILES = TOGETHER | {section or "top": (section,) for section in SECTIONS if section not in _PLACED}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_key_of_a_section_has_the_outcomes_that_it_had(file: str) -> None:
+    text = "".join(table(of_section(section, (*SECTIONS[section], "no_such_key"))) for section in FILES[file])
+    assert_golden(GOLDEN / f"{file}.txt", text)
 
 
 @pytest.mark.parametrize("paths", [OPEN, REMOVED], ids=["open", "removed"])
