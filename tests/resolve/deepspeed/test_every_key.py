@@ -1,6 +1,6 @@
 """What becomes of every key of DeepSpeed's config, with values right and wrong, at two stages.
 
-``golden/<section>.txt``, or the file of several in ``TOGETHER``, has for each key the outcomes, and the values that lead
+``golden/<section>.txt``, or the file of several in ``TOGETHER``, has for each key the outcomes, and values that lead
 there: rules that refuse, else what DeepSpeed is given, and rules that warn. ``golden/sentences.txt`` has their words.
 """
 
