@@ -89,6 +89,7 @@ def plan(
     written if any of the world sizes is refused.
     """
     from prepkit import codec
+    from prepkit.cli.check import data_in
     from prepkit.cli.verdict import findings_data, recorded_in, verdicts_text
     from prepkit.render.plan import plan_text
 
@@ -107,7 +108,7 @@ def plan(
     if as_json:
         texts = {size: None if files else json.loads(codec.plan_to_text(made_plan)) for size, made_plan in plans}
         entries = [{"world_size": size, "file": files.get(size), "plan": data} for size, data in texts.items()]
-        say_json({"plans": entries, "findings": findings_data(verdicts)})
+        say_json({"plans": entries, "findings": findings_data(verdicts, data_in(config))})
     elif legal and not files:
         say("\n\n".join(plan_text(made_plan) for _, made_plan in plans))
     else:
@@ -151,12 +152,14 @@ def check_command(
         _check_against(paths, model, cluster, kind, as_json)
     only = paths[0]
     if len(paths) == 1 and kind is None and (_is_plan(only) or not (Path(only).is_file() or Path(only).is_dir())):
-        _tell((_verdict_on_file(paths[0], cluster, as_json),), as_json)
+        _tell((_verdict_on_file(paths[0], cluster, as_json),), as_json, only if as_json else "")
     check_files(paths, cluster, kind, as_json)
 
 
 def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: str | None, as_json: bool) -> NoReturn:
     """Check each config that is found against the model."""
+    from prepkit.cli.check import data_in
+    from prepkit.cli.verdict import findings_data
     from prepkit.formats.found import below, found
 
     files = tuple(
@@ -170,6 +173,7 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
     if not files:
         raise click.UsageError(f"there is no config in {', '.join(paths)}")
     every: list[Verdict] = []
+    told: list[dict[str, Any]] = []
     for file in files:
         refused, imported = _read(file, kind)
         given = f"--model {model}"
@@ -177,11 +181,13 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
             _verdicts(file, model, cluster, as_json, kind, err=False) if imported else (_refused(file, refused, given),)
         )
         every += verdicts
-        if not as_json:
+        if as_json:
+            told += findings_data(verdicts, data_in(file))
+        else:
             say(f"{file}:")
             _say_verdicts(verdicts, file=file)
     if as_json:
-        _say_verdicts(tuple(every), as_json=True)
+        say_json({"findings": told, "cannot_know": _not_known(tuple(every))})
     sys.exit(0 if all(verdict.plan is not None for verdict in every) else 1)
 
 
@@ -201,15 +207,16 @@ def _tell(verdicts: tuple[Verdict, ...], as_json: bool, file: str = "") -> NoRet
 
 def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False, file: str = "") -> None:
     """``file``: the config that they are about, in which each finding has its place."""
-    from prepkit.cli.check import lines_in, tells, unknown_in, unknown_lines
+    from prepkit import codec
+    from prepkit.cli.check import data_in, lines_in, unknown_in, unknown_lines
     from prepkit.cli.verdict import findings_data, verdicts_text
 
     legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
     plan = next((verdict.plan for verdict in verdicts if verdict.plan is not None), None)
     unknown = {} if plan is None else unknown_in(plan)
     if as_json:
-        not_known = [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
-        say_json({"findings": findings_data(verdicts), "cannot_know": not_known})
+        data = data_in(file) if file else codec.to_data
+        say_json({"findings": findings_data(verdicts, data), "cannot_know": _not_known(verdicts)})
     elif text := verdicts_text(verdicts, lines_in(file) if file else str):
         say(text)
     if plan is not None and not as_json:
@@ -221,6 +228,15 @@ def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False, file: st
         say("\n".join(("cannot know here:", *unknown_lines(unknown))) if unknown else "every rule could be asked")
 
 
+def _not_known(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
+    """What rules would have to know beside the first plan, as JSON data."""
+    from prepkit.cli.check import tells, unknown_in
+
+    plan = next((verdict.plan for verdict in verdicts if verdict.plan is not None), None)
+    unknown = {} if plan is None else unknown_in(plan)
+    return [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
+
+
 def _verdicts(
     config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None, *, err: bool = True
 ) -> tuple[Verdict, ...]:
@@ -228,22 +244,23 @@ def _verdicts(
 
     The config first: a slip of the pen is told in a moment, and importing a model may take a minute.
     """
+    from prepkit.cli.check import data_in, lines_in
     from prepkit.cli.verdict import judge, placed
 
     refused, imported = _read(config, kind)
     if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
-        from prepkit.cli.check import lines_in
         from prepkit.cli.examined import unasked
 
         note = PlanRejected((unasked(config, f"--model {model}"),))
-        cli_refusal.refuse((refused, note), as_json, err=err, line=str if err else lines_in(config))
+        line = str if err else lines_in(config)
+        cli_refusal.refuse((refused, note), as_json, err=err, line=line, data=data_in(config))
     envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
     how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
-        cli_refusal.refuse((refused, facts), as_json, err=err)
+        cli_refusal.refuse((refused, facts), as_json, err=err, data=data_in(config))
     verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
     return tuple(placed(verdict, imported, refused) for verdict in verdicts)
 
@@ -262,9 +279,10 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
 
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
+        from prepkit.cli.check import data_in
         from prepkit.cli.examined import unasked
 
-        cli_refusal.refuse((loaded, PlanRejected((unasked(file),))), as_json, err=False)
+        cli_refusal.refuse((loaded, PlanRejected((unasked(file),))), as_json, err=False, data=data_in(file))
     if cluster.envs() != (None,) or cluster.declared_loaders or cluster.optimizer is not None:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)

@@ -167,10 +167,29 @@ def line_of(place: FilePlace, finding: Finding) -> str:
 
 def lines_in(file: str) -> Callable[[Finding], str]:
     """Return what writes a finding about a config as ``line_of`` does, at its place in the file."""
+    placed = places_in(file)
+    return lambda finding: line_of(placed(finding), finding)
+
+
+def places_in(file: str) -> Callable[[Finding], FilePlace]:
+    """Return what knows where in a config the thing is that a finding is about."""
     suffix = Path(file).suffix.lower()
     readable = suffix in READERS and Path(file).is_file()
     text = Path(file).read_text(encoding="utf-8-sig", errors="replace") if readable else ""
-    return lambda finding: line_of(place_of(finding, file, text, suffix), finding)
+    return lambda finding: place_of(finding, file, text, suffix)
+
+
+def data_in(file: str) -> Callable[[Finding], dict[str, Any]]:
+    """Return what makes data of a finding about a config, with its place in the file."""
+    placed = places_in(file)
+    return lambda finding: placed_data(placed(finding), finding)
+
+
+def placed_data(place: FilePlace, finding: Finding) -> dict[str, Any]:
+    """A finding with its place as JSON data."""
+    from prepkit import codec
+
+    return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
 
 
 def about(finding: Finding) -> str:
@@ -269,15 +288,10 @@ def unknown_in(plan: Plan) -> Mapping[str, int]:
 
 def data_of(checked: Iterable[Checked]) -> dict[str, Any]:
     """Everything as JSON data: each finding with its place, each file with what it was taken for."""
-    from prepkit import codec
-
-    def told(place: FilePlace, finding: Finding) -> dict[str, Any]:
-        return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
-
     every = tuple(checked)
     return {
-        "findings": [told(*pair) for one in every for pair in one.findings],
-        "cannot_know": [told(*pair) for one in every for pair in one.beyond],
+        "findings": [placed_data(*pair) for one in every for pair in one.findings],
+        "cannot_know": [placed_data(*pair) for one in every for pair in one.beyond],
         "files": [
             {"file": one.found.path, "kind": one.found.kind, "why": one.found.why}
             | {"rules_that_hold": one.fine, "not_known": dict(one.unknown), "model": one.model, "absent": one.absent}

@@ -24,14 +24,14 @@ from prepkit.config import AdamW, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.formats.found import SCRIPTS, Found, below, found
+from prepkit.formats.found import Found, below, found, is_script
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import JSON, READERS, Imported, Source
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import file_findings, script_findings, started, with_options
+from prepkit.formats.started import file_findings, script_findings, started, supposed, with_options
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -176,8 +176,11 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
     every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
     founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
     if len(paths) == 1 and not founds and not Path(paths[0]).is_dir():
-        script = Path(paths[0]).suffix.lower() in SCRIPTS
-        founds = [Found(path=paths[0], sort="script" if script else "config", kind=kind or "", why="it was named")]
+        founds = [
+            Found(
+                path=paths[0], sort="script" if is_script(paths[0]) else "config", kind=kind or "", why="it was named"
+            )
+        ]
     if kind is not None:
         founds = [evolve(one, sort="config", kind=kind, why="--from says so") for one in founds]
     return founds
@@ -199,7 +202,7 @@ def _started(
                     if named.kind:  # others may be data, or written later
                         missing[script.path] = (*missing.get(script.path, ()), named)
                     continue
-                why = f"{script.path} starts it"
+                why = "; ".join(filter(None, (f"{script.path} starts it", supposed(launch))))
                 one = Found(path=place, sort="config", kind=named.kind, why=why) if named.kind else found(place)
                 if one is None or one.sort != "config":
                     continue
@@ -218,6 +221,8 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
         )
         for named in missing
     )
+    assumed = dict.fromkeys(filter(None, map(supposed, script.launches)))
+    one = evolve(one, why="; ".join((one.why, *assumed)))
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
@@ -389,11 +394,11 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, .
     from prepkit.rules.without_model import ask
 
     envs = _environments(cluster, imported, sizes)
-    model, absent = _named_model(one, imported)
+    model, absent, wrong = _named_model(one, imported)
     checked = Checked(found=one, named=imported.named, model=imported.model or "", absent=absent)
     asked = cluster.with_optimizer(imported.config)
     every = tuple(ask(asked, *known, model) for known in envs)
-    said = tuple(finding for answers in every for finding in answers.findings)
+    said = (*wrong, *(finding for answers in every for finding in answers.findings))
     fine = every[0].asked - len({finding.rule for finding in every[0].findings})
     unknown = Counter(what for _, what in every[0].unasked)
     costs = None
@@ -407,20 +412,26 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, .
     return _Asked(evolve(checked, fine=fine, unknown=unknown, costs=costs), said)
 
 
-def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str]:
-    """Facts of the model that a file names, from a folder beside it or the hub's cache; or why there are none."""
+def _named_model(one: Found, imported: Imported) -> tuple[ModelFacts | None, str, tuple[Finding, ...]]:
+    """Facts of the model that a file names, from a folder beside it or the hub's cache; or why there are none.
+
+    Beside it what is wrong with the model's own config.
+    """
     from prepkit.formats.models import folder
 
     name = imported.model
     if name is None:
-        return None, ""
+        return None, "", ()
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        return None, f"it names {name}, which lies elsewhere; add --model {name}"
+        return None, f"it names {name}, which lies elsewhere; add --model {name}", ()
     beside = Path(one.path).parent / name
     try:
-        return folder.read(beside if beside.is_dir() else cli_refusal.place(name)).model, ""
+        return folder.read(beside if beside.is_dir() else cli_refusal.place(name)).model, "", ()
+    except folder.Impossible as error:
+        wrong = rules.found("model.sizes", error.where, error.what, error.fix)
+        return None, f"it names {name}, whose sizes are wrong; correct them", (wrong,)
     except folder.NotKnown as error:
-        return None, f"it names {name}: {error}"
+        return None, f"it names {name}: {error}", ()
 
 
 def _sorted(checked: Checked, placed: tuple[tuple[FilePlace, Finding], ...]) -> Checked:

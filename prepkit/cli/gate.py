@@ -18,7 +18,7 @@ import click
 
 from prepkit import codec, rules
 from prepkit.cli import plan_files as cli_files
-from prepkit.cli.check import about, line_of
+from prepkit.cli.check import about, line_of, placed_data
 from prepkit.cli.examined import UNASKED, examined
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
@@ -160,8 +160,8 @@ def _text(path: str) -> str:
 def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Placed, ...]) -> None:
     match form:
         case "json":
-            data = {"findings": [_data(*pair) for pair in new], "known": known}
-            say_json(data | {"excepted": [_data(*pair) for pair in excepted]})
+            data = {"findings": [placed_data(*pair) for pair in new], "known": known}
+            say_json(data | {"excepted": [placed_data(*pair) for pair in excepted]})
         case "sarif":
             say_json(sarif(new, excepted))
         case "junit":
@@ -173,10 +173,6 @@ def _tell(form: str, new: tuple[_Placed, ...], known: int, excepted: tuple[_Plac
             also = f", {len(excepted)} excepted" if excepted else ""
             accepted = (f"{place}: {finding.rule} {finding.origin}" for place, finding in excepted)
             say("\n".join((*(line_of(*pair) for pair in new), *accepted, f"{len(new)} new, {known} known{also}")))
-
-
-def _data(place: FilePlace, finding: Finding) -> dict[str, Any]:
-    return {**codec.to_data(finding), "file": place.file, "line": place.line, "column": place.column}
 
 
 # --- the baseline ----------------------------------------------------------------------------------------------------

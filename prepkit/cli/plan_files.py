@@ -92,6 +92,8 @@ def _folder_facts(reference: str, env: Env | None, how: LoadWeights | None) -> F
     try:
         seen = folder.read(place(reference))
         stored = None if how is None else folder.checkpoint_of(observe_checkpoint(how.path), how, seen.model)
+    except folder.Impossible as error:
+        raise PlanRejected((found("model.sizes", error.where, error.what, error.fix),)) from error
     except folder.NotKnown as error:
         what, _, fix = str(error).rpartition("; ")
         if isinstance(error, folder.NotThere):
@@ -206,7 +208,12 @@ def readable(loaded: tuple[T | PlanRejected, ...], as_json: bool) -> tuple[T, ..
 
 
 def refuse(
-    outcomes: tuple[object, ...], as_json: bool, *, err: bool = True, line: Callable[[Finding], str] = str
+    outcomes: tuple[object, ...],
+    as_json: bool,
+    *,
+    err: bool = True,
+    line: Callable[[Finding], str] = str,
+    data: Callable[[Finding], dict[str, Any]] | None = None,
 ) -> NoReturn:
     """Says every finding of the refused ones, and ends the command; findings that were asked for are no ``err``."""
     from prepkit import codec
@@ -217,7 +224,7 @@ def refuse(
     )
     wrong = any(finding.rule == WRONG for finding in findings)
     if as_json:
-        say_json({"findings": codec.to_data(findings)})
+        say_json({"findings": [(data or codec.to_data)(finding) for finding in findings]})
     else:
         say(findings_text(findings, line), err=err or wrong)
     sys.exit(2 if wrong else 1)

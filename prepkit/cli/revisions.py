@@ -35,7 +35,7 @@ MARK = "<!-- prepkit diff -->"
 """First line of the comment, by which the next run finds it and writes it anew."""
 LARGEST = 2**28
 """Bytes of the configs of one revision."""
-_SUFFIXES = (".yaml", ".yml", ".json", ".toml", *SCRIPTS)
+_SUFFIXES = (".yaml", ".yml", ".json", ".toml", *SCRIPTS, "")
 _NUMBERS = (
     ("memory for certain", "memory.for_certain"),
     ("memory at most", "memory.at_most"),
@@ -138,12 +138,17 @@ def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
         _demand(path, base, head)
     names = _git("diff", "--name-only", "--relative", "-z", "--no-renames", base, head, "--", *(words[1:] or (".",)))
     files = [
-        name for name in names.decode(errors="replace").split("\0") if PurePosixPath(name).suffix.lower() in _SUFFIXES
+        name
+        for name in names.decode(errors="replace").split("\0")
+        if name and PurePosixPath(name).suffix.lower() in _SUFFIXES
     ]
     if not files:
         return ()
     with tempfile.TemporaryDirectory() as folder:
-        sides = [_checked_out(revision, Path(folder, name)) for revision, name in ((base, "base"), (head, "head"))]
+        bare = frozenset(name for name in files if not PurePosixPath(name).suffix)
+        sides = [
+            _checked_out(revision, Path(folder, name), bare) for revision, name in ((base, "base"), (head, "head"))
+        ]
         every = [_compared(file, *(_side(Path(side, file), file, plans) for side in sides)) for file in files]
     return tuple(one for one in every if one is not None and not one.empty)
 
@@ -166,15 +171,19 @@ def _git(*words: str) -> bytes:
     return done.stdout
 
 
-def _checked_out(revision: str, folder: Path) -> Path:
-    """The configs of a revision, all of them, as one may name another; links are not followed, nor written."""
+def _checked_out(revision: str, folder: Path, bare: frozenset[str]) -> Path:
+    """The configs of a revision, all of them, as one may name another; links are not followed, nor written.
+
+    ``bare``: files without an extension, which may be scripts.
+    """
     folder.mkdir()
     names = _git("ls-tree", "-r", "-z", "--name-only", revision).decode(errors="replace").split("\0")
     endings = {suffix for name in names if (suffix := PurePosixPath(name).suffix).lower() in _SUFFIXES}
-    if not endings:
+    sought = [*(f"*{suffix}" for suffix in sorted(endings - {""})), *sorted(bare & {*names})]
+    if not sought:
         return folder
     size = 0
-    archive = _git("archive", "--format=tar", revision, "--", *(f"*{suffix}" for suffix in sorted(endings)))
+    archive = _git("archive", "--format=tar", revision, "--", *sought)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
             size += member.size

@@ -82,12 +82,12 @@ def _line(written: tuple[Origin, ...], finding: Finding) -> str:
     return str(origin_of(written, finding.where, finding.what) or "")
 
 
-def findings_data(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
-    """Every finding once as JSON data, with the world sizes at which it was made."""
+def findings_data(
+    verdicts: tuple[Verdict, ...], data: Callable[[Finding], dict[str, Any]] = codec.to_data
+) -> list[dict[str, Any]]:
+    """Every finding once as JSON data, with the world sizes at which it was made. ``data`` makes that of each."""
     entries = _by_size(verdicts).items()
-    return [
-        codec.to_data(finding) | {"accepted": accepted, "world_sizes": list(at)} for (finding, accepted), at in entries
-    ]
+    return [data(finding) | {"accepted": accepted, "world_sizes": list(at)} for (finding, accepted), at in entries]
 
 
 def verdicts_text(verdicts: tuple[Verdict, ...], line: Callable[[Finding], str] = str) -> str:

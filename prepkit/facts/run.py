@@ -469,6 +469,8 @@ class RunningParam:
     """Whether it would be averaged and stepped if it trains."""
     stuck: bool = False
     """Whether it is stepped though it is frozen: the engine keeps master weights, or one flat parameter with others."""
+    awaited: bool = False
+    """Whether DDP waits for its gradient though it is frozen, and averages nothing without."""
 
 
 @frozen(kw_only=True)

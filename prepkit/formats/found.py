@@ -125,18 +125,26 @@ _TOML_KEY = re.compile(r"^\s*(?:\[+\s*)?[\"']?([A-Za-z_][\w-]*)[\"']?\s*[.\]=]",
 _LAUNCH = re.compile(
     r"accelerate\s+launch|accelerate\.commands\.launch|torchrun|torch\.distributed\.(?:run|launch)|\bdeepspeed\s|axolotl\s+train|llamafactory-cli"
 )
+_STEP = re.compile(r"\b(?:srun|mpirun|mpiexec|orterun)\s")
+_PYTHON = re.compile(r"python", re.IGNORECASE)
+_HEAD = 4_096
+"""Bytes at the beginning of a file whose name does not tell that it is a script."""
+_SHELL = re.compile(
+    rb"#![ \t]*(?:\S*/)?(?:env[ \t]+(?:-\S+[ \t]+)*)?(?:ba|da|k|z)?sh\b|(?!#!)(?:#[^\n]*\n|[ \t\r]*\n)*#SBATCH\b"
+)
+"""How a shell script begins: with a line that names a shell, or with options for Slurm."""
 
 
 def found(path: str) -> Found | None:
     """Return what a file is taken for; None where nothing tells it to be of any concern here. Reads the file only."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in (*_CONFIGS, *SCRIPTS):
+    suffix, script = Path(path).suffix.lower(), is_script(path)
+    if suffix not in _CONFIGS and not script:
         return None
     text = _text(path)
     if text is None:
         return None
-    if suffix in SCRIPTS:
-        launch = _LAUNCH.search(text)
+    if script:
+        launch = _LAUNCH.search(text) or (_STEP.search(text) if _PYTHON.search(text) else None)
         return Found(path=path, sort="script", kind="script", why=f"it says {launch[0].strip()}") if launch else None
     keys = top_keys(text, suffix)
     if suffix == ".json" and "kind" in keys and re.search(r'"kind"\s*:\s*"prepkit\.plan"', text[:LARGEST]):
@@ -148,6 +156,20 @@ def found(path: str) -> Found | None:
             if (kind != "torchtitan" or suffix == ".toml") and (why := _told(kind, groups, keys, misspelt=misspelt)):
                 return Found(path=path, sort="config", kind=kind, why=why)
     return None
+
+
+def is_script(path: str) -> bool:
+    """Whether a file is a shell script, by its extension or, where that tells nothing, by how it begins."""
+    suffix = Path(path).suffix.lower()
+    if suffix in (*_CONFIGS, *SCRIPTS):
+        return suffix in SCRIPTS
+    try:
+        if not Path(path).is_file():
+            return False
+        with Path(path).open("rb") as file:
+            return file.read(1) == b"#" and _SHELL.match(b"#" + file.read(_HEAD)) is not None
+    except OSError:
+        return False
 
 
 def _text(path: str) -> str | None:
@@ -227,12 +249,14 @@ _JSON_MARKS = ("engine", "kind", *sorted({key for _, groups in _TELLS for key in
 
 def below(folder: str) -> Iterator[str]:
     """Files below a folder in order, but for hidden ones and those that others have installed. Follows no links."""
-    count = 0
+    count = looked_into = 0
     for at, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _PASSED_BY)
         for name in sorted(files):
-            if not name.startswith(".") and Path(name).suffix.lower() in (*_CONFIGS, *SCRIPTS):
+            path, told = str(Path(at) / name), Path(name).suffix.lower() in (*_CONFIGS, *SCRIPTS)
+            looked_into += not told
+            if not name.startswith(".") and (told or (looked_into <= MOST and is_script(path))):
                 count += 1
                 if count > MOST:
                     return
-                yield str(Path(at) / name)
+                yield path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from prepkit.formats.shell_words import Command, Word, commands, unquoted
 
 _SBATCH = re.compile(r"^#SBATCH[ \t]+([^#\n]*)", re.MULTILINE)
 _SHORT = {"-N": "--nodes", "-n": "--ntasks", "-G": "--gpus"}
-_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed|deepspeed|axolotl|llamafactory-cli")
+_LAUNCHER = re.compile(r"accelerate|torchrun|torch\.distributed|deepspeed|axolotl|llamafactory-cli|srun|mpirun")
 _FILE = re.compile(r".*\.(json|ya?ml|toml)", re.DOTALL)
 
 
@@ -75,6 +75,10 @@ class LaunchLine:
     """Whether it is the value of a variable, and no line is known that runs it."""
     file: Mapping[str, Any] = field(factory=dict)
     """What stands in the config of accelerate that the line names."""
+    assumed: Mapping[str, str] = field(factory=dict)
+    """Variables of the command up to its script that nothing sets here, and what the script takes them for then."""
+    slurm: Mapping[str, str] = field(factory=dict)
+    """What ``#SBATCH`` lines ask for, where srun or mpirun starts the processes themselves."""
     cut: tuple[int, str] | None = None
     """The line at which the command ends before its last line, and by what; None: it does not."""
 
@@ -107,9 +111,11 @@ def read_script(path: str) -> Script:
         slurm |= slurm_options(line.split())
     if re.search(r"^#SBATCH[ \t]+(het|pack)job\b", text, re.MULTILINE):
         slurm = {}  # several jobs in one, each with its own numbers
-    every = commands(text, _set_by_slurm(slurm), _LAUNCHER)
+    every = commands(text, _set_by_slurm(slurm, text), _LAUNCHER)
     where = _Where((0, *(found.end() for found in re.finditer("\n", text))), Path(path).parent)
-    found = ((command, _launch(command, where)) for command in every)
+    found = [(command, _launch(command, where)) for command in every]
+    if not any(launch is not None for _, launch in found):  # beside a launcher, it starts what prepares the data
+        found = [(command, _step_launch(command, where, slurm)) for command in every]
     lines = text.splitlines()
     launches = [
         (command, evolve(launch, cut=_cut(lines, launch.line))) for command, launch in found if launch is not None
@@ -164,7 +170,8 @@ def slurm_options(words: list[str]) -> dict[str, str]:
     return options
 
 
-def _set_by_slurm(slurm: Mapping[str, str]) -> dict[str, str]:
+def _set_by_slurm(slurm: Mapping[str, str], text: str) -> dict[str, str | None]:
+    """Variables that Slurm sets in a script that is given to it; None: what to is not said in the script."""
     said = {
         "SLURM_NNODES": slurm.get("--nodes", ""),
         "SLURM_JOB_NUM_NODES": slurm.get("--nodes", ""),
@@ -174,7 +181,8 @@ def _set_by_slurm(slurm: Mapping[str, str]) -> dict[str, str]:
         "SLURM_GPUS_PER_NODE": slurm.get("--gpus-per-node", ""),
         "SLURM_GPUS_ON_NODE": slurm.get("--gpus-per-node", ""),
     }
-    return {name: value for name, value in said.items() if value.isdecimal()}
+    seen = set(re.findall(r"\bSLURM_\w+", text)) if _SBATCH.search(text) else set[str]()
+    return dict.fromkeys(sorted(seen)) | {name: value for name, value in said.items() if value.isdecimal()}
 
 
 # --- finding the launcher --------------------------------------------------------------------------------------------
@@ -207,6 +215,34 @@ def _launch(command: Command, where: _Where) -> LaunchLine | None:
     return None
 
 
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*|\$\{?\w*PYTHON\w*\}?", re.DOTALL | re.IGNORECASE)
+_RANKS = re.compile(
+    r"distributed|accelerat|lightning|deepspeed|Trainer|fairscale|megatron|colossalai|jax|horovod|prepkit|SLURM_|LOCAL_RANK"
+)
+"""What a program says that is one of several ranks."""
+
+
+def _step_launch(command: Command, where: _Where, slurm: Mapping[str, str]) -> LaunchLine | None:
+    """A launch by srun or mpirun alone, each of whose tasks is a rank: ``srun python train.py``.
+
+    A program that lies here and says nothing of ranks, as one that prepares data, is none.
+    """
+    words = [*command.before, *command.words]
+    by = next((i for i, word in enumerate(words) if word.text.rpartition("/")[2] in _BY), None)
+    python = next((i for i, word in enumerate(command.words) if _PYTHON.fullmatch(word.text)), None)
+    if by is None or python is None or by >= len(command.before) + python:
+        return None
+    rest = list(command.words[python + 1 :])
+    at = next((i for i, word in enumerate(rest) if word.text.endswith(".py") or (i and rest[i - 1].text == "-m")), None)
+    if at is None or _NOT_RUN & {word.text for word in words[: len(command.before) + python]}:
+        return None
+    program = resolved(rest[at].text, where.folder, command.folder)
+    if program is not None and not _RANKS.search(Path(program).read_text(encoding="utf-8", errors="replace")):
+        return None
+    launcher = "srun" if words[by].text.endswith("srun") else "mpirun"
+    return evolve(_read(launcher, command, python, rest[at:], evolve(where, gone=command.folder)), slurm=slurm)
+
+
 @frozen
 class _Where:
     lines: tuple[int, ...]
@@ -230,10 +266,10 @@ class _Where:
 def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Where) -> LaunchLine:
     options: dict[str, Argument] = {}
     strange: tuple[Argument, ...] = ()
+    script = 0
     if launcher in LAUNCHERS:
         options, strange, script = _of_launcher(launcher, rest, where)
-    else:
-        script = 0
+    elif launcher not in _BY:
         options = {one.name: one for one in _arguments(rest[1:], where)}
     started = rest[script].text if script < len(rest) else ""
     before = [*command.before, *command.words[:at]]
@@ -254,7 +290,18 @@ def _read(launcher: str, command: Command, at: int, rest: list[Word], where: _Wh
         environment=command.exported,
         kept=command.kept,
         file=_data(named),
+        assumed=_assumed(command, (*before, *rest[:script])),
     )
+
+
+ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "NNODES", "NPROC_PER_NODE")
+"""Variables of the environment that say how many processes a launcher starts, and on which GPUs."""
+
+
+def _assumed(command: Command, words: Iterable[Word]) -> dict[str, str]:
+    """What is assumed in the command up to its script, and in the environment that its launcher reads."""
+    inherited = (pair for name in ENVIRONMENT for pair in command.assumed.get(name, ()))
+    return dict((*inherited, *(pair for word in words for pair in word.assumed)))
 
 
 def _step(words: list[str]) -> dict[str, str]:

@@ -7,7 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from attrs import evolve, field, frozen
 
-_WORD = re.compile(r"""(?:[^\s"'\\;&|]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+|[;&|]+|\n""", re.DOTALL)
+_WORD = re.compile(
+    r"""(?:\$\{(?:[^{}\n]|\$\{[^{}\n]*\})*\}|\$\((?:[^()\n]|\([^()\n]*\))*\)|`[^`\n]*`"""
+    r"""|[^\s"'\\;&|]|\\.|"(?:\\.|[^"\\])*"|'[^']*')+|[;&|]+|\n""",
+    re.DOTALL,
+)
 _ON = re.compile(r"\\\r?\n")
 _COMMENT = re.compile(r"(?m)^\s*#[^\n]*|(?<=\s)#[^\n]*")
 _PYTHON = re.compile(r"(?ms)^[^\n]*\bpython[\d.]*\b[^\n]*<<-?[ \t]*([\"']?)(\w+)\1[^\n]*\n.*?^[ \t]*\2[ \t\r]*$")
@@ -15,7 +19,17 @@ _PYTHON = re.compile(r"(?ms)^[^\n]*\bpython[\d.]*\b[^\n]*<<-?[ \t]*([\"']?)(\w+)
 _SUM = re.compile(r"\$\(\(([^()]*)\)\)")
 _ARRAY = re.compile(r"(?<![\w$])(\w+)(\+?)=\(([^()]*)\)")
 _ITEMS = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
-_NAME = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_NAME = re.compile(r"\$\{(?P<braced>\w+)(?:(?P<sign>:?[-=?])(?P<default>[^{}]*))?\}|\$(?P<plain>\w+)")
+"""A variable, also one with what it is where nothing sets it: ``${X:-8}``, ``${X:=8}``."""
+_SETTING = re.compile(r"\$\{([A-Za-z_]\w*):?=((?:[^{}]|\$\{[^{}]*\})*)\}")
+"""What sets a variable where nothing has set it."""
+_SET = re.compile(r"(?:^|[\s;&|()])([A-Za-z_]\w*)\+?=")
+"""What may set a variable, wherever it stands."""
+_RUN = re.compile(r"\"?(\$\((?!\()|`)")
+"""How a value begins that a command gives."""
+_OWN_DEFAULT = re.compile(r"([\"']?)\$\{(\w+):?[-=](.*)\}\1", re.DOTALL)
+_FROM_OUTSIDE = re.compile(r"([\"']?)\$(?:\{(\w+)\}|(\w+))\1")
+"""A value that is another variable's, and nothing else."""
 _HERE = re.compile(r"`pwd`|\$\(pwd\)|\$\{PWD\}|\$PWD\b")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _NOTHING = "\x01"
@@ -43,6 +57,8 @@ class Word:
     """Where it stands in the script."""
     raw: str = ""
     """As written."""
+    assumed: tuple[tuple[str, str], ...] = ()
+    """Variables that nothing sets here, and what the script takes them for then: ``${X:-8}``."""
 
 
 @frozen(kw_only=True)
@@ -58,12 +74,27 @@ class Command:
     """What the script puts into the environment, and the command itself."""
     kept: bool = False
     """Whether it is the value of a variable, which another line may run."""
+    assumed: Mapping[str, tuple[tuple[str, str], ...]] = field(factory=dict)
+    """Exported variables to what is assumed in their values, as ``Word.assumed``."""
 
 
-def commands(text: str, given: Mapping[str, str], sought: re.Pattern[str]) -> list[Command]:
+Values = Mapping[str, str | None]
+"""Variables that are set, by their names; None: to what, the run alone knows."""
+
+
+@frozen
+class _Uses:
+    """The variables that are read where a text is filled in."""
+
+    set_: set[str] = field(factory=set)
+    assumed: dict[str, str] = field(factory=dict)
+    """Those that nothing sets, and what the text takes them for then."""
+
+
+def commands(text: str, given: Values, sought: re.Pattern[str]) -> list[Command]:
     """The commands of a script in order, and those in values of variables in which something stands that is ``sought``.
 
-    ``given``: variables that are set before it starts.
+    ``given``: variables that are set before it starts. One that nothing sets is what the script takes it for then.
     """
     joined = _ON.sub(_blank, _PYTHON.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text))
     joined = _COMMENT.sub(_blank, joined)
@@ -105,15 +136,20 @@ def _own(words: list[Word]) -> list[Word]:
 
 @frozen
 class _Shell:
-    values: Mapping[str, str]
+    values: Values
     arrays: Mapping[str, tuple[Word, ...]]
     exported: frozenset[str]
     sought: re.Pattern[str]
+    uses: Mapping[str, _Uses]
+    """Variables to those that stand in their values."""
 
     @classmethod
-    def of(cls, text: str, given: Mapping[str, str], sought: re.Pattern[str]) -> _Shell:
+    def of(cls, text: str, given: Values, sought: re.Pattern[str]) -> _Shell:
         """What a script sets: a variable that it gives two values, or one that only the run knows, has none here."""
-        values: dict[str, set[str]] = {name: {value} for name, value in given.items()}
+        values: dict[str, set[str]] = {name: {"\n" if value is None else value} for name, value in given.items()}
+        defaults: dict[str, set[str]] = {}
+        for name, default in _SETTING.findall(text):
+            defaults.setdefault(name, set()).add(default)
         arrays: dict[str, list[tuple[Word, ...]]] = {}
         exported = set(given)
         for found in _ARRAY.finditer(text):
@@ -123,16 +159,39 @@ class _Shell:
             sets = [_ASSIGNED.fullmatch(word.raw) for word in words if word.raw not in _SETS]
             if words and all(sets):
                 for one in filter(None, sets):
-                    values.setdefault(one[1], set()).add("\n" if one[2] else one[3])
+                    own = _own_default(one)
+                    held = values if own is None else defaults
+                    held.setdefault(one[1], set()).add(_plainly(one) if own is None else own)
                 exported |= {one[1] for one in sets if one is not None and words[0].raw in ("export", "declare")}
             elif words and words[0].raw == "export":
                 exported |= {word.raw for word in words[1:]}
             elif words and words[0].raw in ("for", "read", "unset"):
                 for word in words[1:]:
                     values.setdefault(word.raw, set()).add("\n")
-        plain = {name: next(iter(said)) for name, said in values.items() if len(said) == 1 and "\n" not in said}
+        for name in {*_SET.findall(text)} - values.keys() - defaults.keys():
+            values[name] = {"\n"}
+        assumed = {name: said for name, said in defaults.items() if name not in values}
+        plain = {
+            name: next(iter(said)) if len(said) == 1 and "\n" not in said else None
+            for name, said in (values | assumed).items()
+        }
         known = {name: one[0] for name, one in arrays.items() if len(one) == 1}
-        return cls(_settled(plain), known, frozenset(exported), sought)
+        settled, uses = _settled(_without_outer(plain))
+        for name in assumed:
+            if (by_default := settled.get(name)) is not None:
+                uses[name].assumed[name] = by_default
+        return cls(settled, known, frozenset(exported), sought, uses)
+
+    def assumed(self, uses: _Uses) -> tuple[tuple[str, str], ...]:
+        """Everything that is assumed where these variables are read, also in the values of those that are set."""
+        found, seen, left = dict(uses.assumed), set[str](), list(uses.set_)
+        while left:
+            name = left.pop()
+            if name not in seen and name in self.uses:
+                found |= self.uses[name].assumed
+                left += self.uses[name].set_
+            seen.add(name)
+        return tuple(found.items())
 
     def commands(
         self, text: str, start: int, before: tuple[Word, ...] = (), folder: str | None = None
@@ -144,7 +203,8 @@ class _Shell:
                 continue
             here = {name: value for name in self.exported if (value := self.values.get(name)) is not None}
             here |= {one[1]: one[3] for word in words if (one := _ASSIGNED.fullmatch(word.text))}
-            yield Command(words=words, before=before, folder=folder, exported=here)
+            outer = {name: self.assumed(_Uses({name})) for name in self.exported}
+            yield Command(words=words, before=before, folder=folder, exported=here, assumed=outer)
             yield from self._inside(words, before, folder)
             folder = _gone(folder, [word.text for word in words])
 
@@ -171,18 +231,18 @@ class _Shell:
         for word in words:
             items, alone = _ITEMS.fullmatch(word.raw), _NAME.fullmatch(word.raw)
             if items and items[1] in self.arrays:
-                every += [evolved(one, valued(one.raw, self.values)) for one in self.arrays[items[1]]]
-            elif alone and (said := self.values.get(alone[1] or alone[2])) is not None:
-                pieces = (piece for line in _split(said, 0) for piece in line)
-                every += [Word(unquoted(piece.raw), word.at, piece.raw) for piece in pieces]
+                every += map(self._meant, self.arrays[items[1]])
+            elif alone and _value(alone, self.values, uses := _Uses()) is not None:
+                pieces = (piece for line in _split(_filled(word.raw, self.values, uses), 0) for piece in line)
+                every += [Word(unquoted(one.raw), word.at, one.raw, self.assumed(uses)) for one in pieces]
             else:
-                every.append(evolved(word, valued(word.raw, self.values)))
+                every.append(self._meant(word))
         return tuple(every[:_LONGEST])
 
-
-def evolved(word: Word, text: str) -> Word:
-    """The word with what it means."""
-    return Word(text, word.at, word.raw)
+    def _meant(self, word: Word) -> Word:
+        """The word with what it means."""
+        uses = _Uses()
+        return evolve(word, text=_valued(word.raw, self.values, uses), assumed=self.assumed(uses))
 
 
 def _gone(folder: str | None, words: list[str]) -> str | None:
@@ -195,46 +255,88 @@ def _gone(folder: str | None, words: list[str]) -> str | None:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
-def valued(word: str, values: Mapping[str, str]) -> str:
+def _valued(word: str, values: Values, uses: _Uses) -> str:
     """The word as a shell makes it, where the script says all of it; the rest stays as written."""
-    if word.startswith("'"):
-        return unquoted(word)
-    with_sums = _SUM.sub(lambda found: _worked_out(found[1], values) or found[0], _HERE.sub(".", word))
-    return unquoted(_filled(with_sums, values))
+    return unquoted(word if word.startswith("'") else _put(word, values, uses))
 
 
-def _settled(values: Mapping[str, str]) -> dict[str, str]:
+def _own_default(assigned: re.Match[str]) -> str | None:
+    """What ``N=${N:-8}`` takes the variable for where nothing has set it."""
+    own = _OWN_DEFAULT.fullmatch(assigned[3])
+    return own[3] if own is not None and own[2] == assigned[1] and not assigned[2] else None
+
+
+def _plainly(assigned: re.Match[str]) -> str:
+    """The value that an assignment gives as it stands; a line's end where only the run knows it."""
+    return "\n" if assigned[2] or _RUN.match(_HERE.sub(".", assigned[3])) else assigned[3]
+
+
+def _without_outer(values: Values) -> Values:
+    """Values without variables that hold what comes from outside, as ``N=$1`` does: nothing here sets them."""
+    outer = {name: one[2] or one[3] for name, value in values.items() if (one := _FROM_OUTSIDE.fullmatch(value or ""))}
+    return {name: value for name, value in values.items() if name not in outer or outer[name] in values}
+
+
+def _settled(values: Values) -> tuple[dict[str, str | None], dict[str, _Uses]]:
     """Values with those that stand in them; one of several words may have some that only the run knows."""
-    settled = {name: value if re.search(r"\s", value) else unquoted(value) for name, value in values.items()}
+    uses = {name: _Uses() for name in values}
+    settled = {
+        name: value if value is None or re.search(r"\s", value) else unquoted(value) for name, value in values.items()
+    }
     for _ in range(_DEEPEST):
-        others = {name: re.sub(r"^([\"'])(.*)\1$", r"\2", value, flags=re.DOTALL) for name, value in settled.items()}
-        settled = {name: _put(value, others) for name, value in others.items()}
-    return {name: value for name, value in settled.items() if re.search(r"\s", value) or not re.search(r"[$`]", value)}
+        others = {
+            name: value and re.sub(r"^([\"'])(.*)\1$", r"\2", value, flags=re.DOTALL) for name, value in settled.items()
+        }
+        settled = {name: value and _put(value, others, uses[name]) for name, value in others.items()}
+    return {
+        name: None if value is None or (re.search(r"[$`]", value) and not re.search(r"\s", value)) else value
+        for name, value in settled.items()
+    }, uses
 
 
-def _put(value: str, others: Mapping[str, str]) -> str:
-    with_sums = _SUM.sub(lambda found: _worked_out(found[1], others) or found[0], _HERE.sub(".", value))
-    return _filled(with_sums, others)
+def _put(value: str, others: Values, uses: _Uses) -> str:
+    with_sums = _SUM.sub(lambda found: _worked_out(found[1], others, uses) or found[0], _HERE.sub(".", value))
+    return _filled(with_sums, others, uses)
 
 
-def _filled(text: str, values: Mapping[str, str]) -> str:
+def _filled(text: str, values: Values, uses: _Uses) -> str:
     """The text with the values in it, as far as they are not too long together."""
     left = _LONGEST
 
     def value(found: re.Match[str]) -> str:
         nonlocal left
-        said = values.get(found[1] or found[2])
+        said = _value(found, values, uses)
         if said is None or len(said) > left:
             return found[0]
         left -= len(said)
         return said
 
-    return _NAME.sub(value, text)
+    for _ in range(_DEEPEST):  # defaults stand in each other
+        before, text = text, _NAME.sub(value, text)
+        if "${" not in text or text == before:
+            break
+    return text
 
 
-def _worked_out(sum_: str, values: Mapping[str, str]) -> str | None:
+def _value(found: re.Match[str], values: Values, uses: _Uses) -> str | None:
+    """What a shell puts in the place of a variable; None where only the run knows. Notes which variable was read."""
+    name, sign = found["braced"] or found["plain"], found["sign"] or ""
+    said = values.get(name)
+    if said or (name in values and not (said == "" and sign in (":-", ":="))):
+        uses.set_.add(name)
+        return said
+    if sign[-1:] not in ("-", "="):
+        return None
+    default: str = found["default"]
+    if name not in values and not re.search(r"[$`]", default):
+        uses.assumed[name] = unquoted(default)
+    return default
+
+
+def _worked_out(sum_: str, values: Values, uses: _Uses) -> str | None:
     """Sums and products of whole numbers, without parentheses."""
-    plain = re.sub(r"\$?\{?([A-Za-z]\w*)\}?", lambda found: values.get(found[1], found[0]), sum_).replace(_NOTHING, "")
+    filled = _filled(sum_, values, uses)
+    plain = re.sub(r"([A-Za-z]\w*)", lambda found: values.get(found[1]) or found[0], filled).replace(_NOTHING, "")
     if not re.fullmatch(r"\d{1,9}([-+*/]\d{1,9})*", plain):
         return None
     total = 0

@@ -9,7 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from prepkit import rules
 from prepkit.findings import Finding
@@ -126,7 +126,24 @@ def _llama_factory(launch: LaunchLine) -> _Sizes:
     return nodes, _whole(launch.environment.get("NPROC_PER_NODE", "")), None
 
 
+def _tasks_of_slurm(launch: LaunchLine) -> _Sizes:
+    """Each task of srun's is a rank. Where nobody says how many there are, ``sbatch`` may have been told."""
+    given = share(launch.slurm, launch)
+    return (given.nodes, given.per_node, given.launchers) if given.tasks_by[1] else (given.nodes, None, None)
+
+
+def _copies(launch: LaunchLine) -> _Sizes:
+    """Each process of mpirun's is a rank; on which hosts they are, its file says."""
+    whole = _whole(next((launch.step[name] for name in ("np", "n", "c") if name in launch.step), ""))
+    elsewhere = {"H", "host", "hostfile", "machinefile", "f", "map-by", "N", "npernode"} & launch.step.keys()
+    asked = share(launch.slurm, launch).nodes
+    nodes = 1 if not elsewhere and asked in (None, 1) else None
+    return nodes, whole if nodes else None, whole
+
+
 _STARTS = {
+    "srun": _tasks_of_slurm,
+    "mpirun": _copies,
     "accelerate": _accelerate,
     "torchrun": _torchrun,
     "deepspeed": _deepspeed,
@@ -165,7 +182,7 @@ def _visible(launch: LaunchLine) -> tuple[int | None, str]:
 
 def _reaches(launch: LaunchLine) -> bool:
     if launch.launcher != "accelerate":
-        return launch.launcher == "deepspeed"
+        return launch.launcher in ("deepspeed", "srun", "mpirun")
     if "config_file" in launch.options and not launch.file:
         return True  # nobody knows here
     if "mpirun_hostfile" in launch.options or launch.file.get("mpirun_config"):
@@ -332,7 +349,26 @@ def _gpus(said: tuple[str, str, str]) -> int | None:
 
 def script_findings(script: Script) -> tuple[Finding, ...]:
     """Return what contradicts in the lines of a script."""
-    return tuple(finding for launch in script.launches for finding in _flaws(script, launch))
+    return tuple(
+        finding
+        for launch in script.launches
+        for finding in (
+            *_strange(script, launch),
+            *_cut(script, launch),
+            *(_supposing(finding, launch) for finding in _flaws(script, launch)),
+        )
+    )
+
+
+def supposed(launch: LaunchLine) -> str:
+    """What a line is read with that only its environment can say otherwise: ``supposing NUM_GPUS=6``; or nothing."""
+    pairs = ", ".join(f"{name}={value}" for name, value in launch.assumed.items())
+    return f"supposing {pairs}" if pairs else ""
+
+
+def _supposing(finding: Finding, launch: LaunchLine) -> Finding:
+    told = supposed(launch)
+    return evolve(finding, what=f"{finding.what}, {told}") if told else finding
 
 
 def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
@@ -348,14 +384,9 @@ def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
 
 
 def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
+    """What contradicts in the numbers of a line."""
     where = f"{script.path}:{launch.line}:{launch.column}"
     starts, given = started(launch), share(script.slurm, launch)
-    yield from _strange(script, launch)
-    if launch.cut is not None:
-        line, by = launch.cut
-        what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
-        how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
-        yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
     nodes, whole = starts.nodes, starts.processes
     on_line = {"num_processes", "num_machines"} & launch.options.keys()
     if launch.launcher == "accelerate" and on_line and nodes and whole and whole % nodes:
@@ -366,6 +397,14 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     yield from _more_than_gpus(launch, starts, given, where)
     yield from _waits(script, launch, starts, given, where)
     yield from _twice(launch, starts, given, where)
+
+
+def _cut(script: Script, launch: LaunchLine) -> Iterator[Finding]:
+    if launch.cut is not None:
+        line, by = launch.cut
+        what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
+        how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
+        yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
 
 
 def _strange(script: Script, launch: LaunchLine) -> Iterator[Finding]:
@@ -424,6 +463,12 @@ def _fewer(launch: LaunchLine, starts: Started, each: int) -> str:
         return f"{_so_many(each)} behind {named.typed}" if named else _as_written(launch, "num_gpus", each)
     if launch.launcher == "llamafactory-cli":
         return f"NPROC_PER_NODE={each}"
+    if launch.launcher == "mpirun":
+        return f"-np {each * (starts.nodes or 1)}"
+    if launch.launcher == "srun":
+        who, name, value = share(launch.slurm, launch).tasks_by
+        place = "" if name == "--ntasks-per-node" else f" in the place of {name}={value}"
+        return f"{who} --ntasks-per-node={each}{place}"
     return _as_written(launch, "num_processes", each * (starts.nodes or 1))
 
 
@@ -441,9 +486,13 @@ def _more_gpus(given: SlurmShare, count: int) -> str:
 def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     nodes, asked = starts.nodes, _whole(script.slurm.get("--nodes", "")) or given.nodes
     who, name, value = given.tasks_by
-    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers):
+    itself = launch.launcher == launch.by
+    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers and not itself):
         return  # each launcher is a machine to the others, be it on one or not
-    if nodes > asked:
+    if nodes > asked and launch.launcher == "srun":
+        what = f"srun asks for {nodes} machines, and Slurm is asked for {asked}"
+        yield rules.found("launch.nodes", where, what, f"Write srun --nodes={asked}, or #SBATCH --nodes={nodes}.")
+    elif nodes > asked:
         option = {"torchrun": "nnodes", "deepspeed": "num_nodes"}.get(launch.launcher, "num_machines")
         what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"
         fix = f"Write {_as_written(launch, option, asked)}, or #SBATCH --nodes={nodes}."
@@ -464,7 +513,7 @@ def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShar
 
 def _twice(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
     each, tasks = starts.per_node, given.per_node
-    if not each or each == 1:
+    if not each or each == 1 or launch.launcher == launch.by:  # which starts the processes itself
         return
     ends = "the launcher starts the processes of its node."
     if launch.by == "srun" and tasks and tasks > 1:

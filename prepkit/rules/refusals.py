@@ -181,6 +181,12 @@ REFUSALS: tuple[Rule, ...] = (
         told_by="prepkit --model",
     ),
     refusal(
+        id="model.sizes",
+        summary="Every size in a model's config.json that has to divide another one does, such as heads the width.",
+        fix="Write a number that divides the other.",
+        told_by="prepkit --model, prepkit check",
+    ),
+    refusal(
         id="audit.no-config",
         summary="What stands there is what a config of prepkit asks for.",
         fix="Prepare the model in the way that the finding says, or with prepkit.",

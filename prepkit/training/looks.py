@@ -10,6 +10,7 @@ from attrs import define, evolve, field
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -125,10 +126,12 @@ class Looks:
         """
         self._together += 1
         first = not self._done
-        if not self._collective or not (first or due(self._together)):
+        often: tuple[Rule, ...] = ()
+        if self._collective and (due(self._together) or self._waits()):
+            often = _over_ranks(Moment.DUE)
+        if not ((first and self._collective) or often):
             return ()
         self._compared = passes.streams
-        often = _over_ranks(Moment.DUE) if due(self._together) else ()
         once = _over_ranks(Moment.FIRST_STEP) * first
         watched = self._watched
         seen = () if not first else tuple(self.look.gradients() if watched is None else watched.end())
@@ -147,6 +150,19 @@ class Looks:
             return ()
         self._done, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
         return asked
+
+    def _waits(self) -> bool:
+        """Whether DDP waits for gradients still, and has not averaged what is about to be stepped; as on all ranks.
+
+        torch says so in the next forward, when the step was taken. Raises ``RunRefused`` where the model was changed.
+        """
+        try:
+            if isinstance(self.look.model, DistributedDataParallel):
+                self.look.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
+            return True
+        return False
 
     def before_close(self, passes: Passes) -> tuple[Finding, ...]:
         """What there is to say of streams begun since ranks were asked last. Collective where there are any."""

@@ -53,7 +53,8 @@ class Marks:
             return Gradients.UNKNOWN
         if self._kept.grad is None:
             return Gradients.NONE
-        return Gradients.WRITTEN if self._mark != self._marked() else Gradients.UNKNOWN
+        written = self._mark != (now := self._marked()) and self._rewritten(now)
+        return Gradients.WRITTEN if written else Gradients.UNKNOWN
 
     def after_backward(self) -> None:
         """Note how often each gradient was written until the first window is over; then that of one alone."""
@@ -68,7 +69,7 @@ class Marks:
             if self._usual is None:
                 return Gradients.NONE
         if self._looked:
-            written = self._mark is not None and self._mark != self._marked()
+            written = self._mark not in (None, now := self._marked()) and self._rewritten(now)
         else:
             written = self._writes is not None and self._writes != _writes(self.model)
             if self.plan.shows_gradients:
@@ -91,6 +92,12 @@ class Marks:
 
     def _first(self) -> Parameter | None:
         return next((param for param in self.trained() if param.grad is not None), None)
+
+    def _rewritten(self, now: tuple[int, int] | None) -> bool:
+        """Whether a gradient that is other than after the last backward was written; DDP lays its own anew in a forward."""
+        grad = None if self._usual is None else self._usual.grad
+        laid = grad is not None and grad._is_view() and None not in (now, self._mark)
+        return not (laid and now[0] != self._mark[0])  # type: ignore[index]
 
     def _marked(self) -> tuple[int, int] | None:
         gradient = None if self._usual is None else self._usual.grad

@@ -491,3 +491,31 @@ def test_a_check_against_a_model_says_what_no_declared_cluster_tells(folder: Pat
     assert "the version of torch" not in {
         one["what"] for one in json.loads(run(*words, "--torch", "2.9", "--json").stdout)["cannot_know"]
     }
+
+
+def test_findings_of_a_model_have_their_place_as_data_too(folder: Path) -> None:
+    """As in the text, and as without a model: of one file and of several, refused or not."""
+    wrong = '{\n "engine": "FSDP2",\n "optimizer": "AdamW",\n "mesh": {"replicate": 3}\n}\n'
+    for name, text in {"a.json": wrong, "b.json": wrong, "c.json": wrong.replace("mesh", "mehs")}.items():
+        Path(name).write_text(text)
+    model = ("--model", "model_of_cli_tests:make", "--world-size", "4", "--json")
+    for paths in (("a.json",), ("c.json",), ("a.json", "b.json")):
+        found = json.loads(run("check", *paths, *model).stdout)["findings"]
+        assert {one["file"] for one in found} == {*paths}, found
+        assert {one["line"] for one in found if one["severity"] == "error"} == {4}, found
+
+
+def test_heads_that_do_not_divide_the_width_are_told_of_the_config_of_the_model(folder: Path) -> None:
+    Path("m").mkdir()
+    sizes = {"hidden_size": 64, "num_attention_heads": 5}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}
+    Path("m/config.json").write_text(json.dumps(llama, indent=1))
+    arguments = {"model_name_or_path": "./m", "stage": "sft", "finetuning_type": "full", "output_dir": "o"}
+    Path("lf.json").write_text(json.dumps(arguments | {"do_train": True}))
+    Path("p.json").write_text('{"engine": "DDP", "optimizer": "AdamW"}')
+    for words in (("lf.json",), ("p.json", "--model", "m", "--world-size", "2")):
+        result = run("check", *words, "--json")
+        assert result.exit_code == 1
+        found = [one for one in json.loads(result.stdout)["findings"] if one["rule"] == "model.sizes"]
+        places = [(Path(one["file"]).as_posix(), one["line"], one["column"]) for one in found]
+        assert places == [("m/config.json", 7, 2)], result.stdout

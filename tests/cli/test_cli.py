@@ -218,7 +218,8 @@ def test_findings_go_to_stdout_as_json(folder: Path) -> None:
     done = run("check", "fsdp2.toml", *MAKE, "--world-size", "3", "--world-size", "4", "--json")
     assert (done.exit_code, done.stderr) == (1, "")
     [found] = json.loads(done.stdout)["findings"]
-    assert found.keys() == {"rule", "severity", "where", "what", "fix", "accepted", "origin", "world_sizes"}
+    places = {"file", "line", "column"}
+    assert found.keys() == {"rule", "severity", "where", "what", "fix", "accepted", "origin", "world_sizes", *places}
     assert (found["rule"], found["severity"], found["world_sizes"]) == ("mesh.not-world-size", "error", [3])
     Path("c.toml").write_text("engine = 'DDP'\na = 1\nb = 2\n")
     refused = run("check", "c.toml", *MAKE, "--json")

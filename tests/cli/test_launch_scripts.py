@@ -40,6 +40,7 @@ def told(text: str) -> list[tuple[str, str, str]]:
     """Rule, what is wrong and what to type, of the script."""
     Path("here").mkdir()
     more = {"one.yaml": ONE.replace("MULTI_GPU", "'NO'"), "npu.yaml": ONE.replace("MULTI_GPU", "MULTI_NPU")}
+    Path("here/plain.py").write_text("print(1)\n")
     for name, content in {"acc.yaml": ONE, "four.yaml": FOUR, **more, "run.slurm": text}.items():
         Path("here", name).write_text(content)
     data = json.loads(run("check", "here", "--json").stdout)
@@ -80,6 +81,14 @@ WRONG = [
     ("mpirun -np 32 --map-by ppr:8:node torchrun --nnodes 4 --nproc_per_node 8 t.py\n", "twice", "-np 4 --map-by"),
     ("docker run img bash -c 'cd /x && CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 2 t.py'\n", "gpus", " 1,"),
     ("accelerate launch --config_file four.yaml --num_machines 3 t.py\n", "processes", "num_processes: 96"),
+    # ranks that srun or mpirun starts itself
+    (slurm("-N1", "--ntasks-per-node=8", "--gres=gpu:4", "srun python t.py"), "gpus", "#SBATCH --ntasks-per-node=4"),
+    (slurm("-N2", "-n16", "--gpus-per-node=4", "srun python3 -u t.py"), "gpus", "per-node=4 in the place of --ntasks"),
+    (slurm("-N1", "--gres=gpu:4", "srun -n8 bash -c 'cd x && python -m t.train'"), "gpus", "srun --ntasks-per-node=4"),
+    (slurm("-N1", "-n8", "--gres=gpu:4", 'RUN="python t.py --x"', "srun apptainer exec i $RUN"), "gpus", "=4"),
+    (slurm("-N2", "--ntasks-per-node=4", "--gres=gpu:4", "srun --nodes=4 python t.py"), "nodes", "--nodes=4"),
+    (slurm("-N1", "--gres=gpu:4", "mpirun -np 8 python t.py"), "gpus", "-np 4"),
+    ("CUDA_VISIBLE_DEVICES=0,1 mpirun -np 4 python t.py\n", "gpus", "-np 2"),
 ]
 
 
@@ -117,6 +126,13 @@ RIGHT = [
     "CONFIG=$1\naccelerate launch --config_file $CONFIG t.py\n",
     "python prep.py <<'X'\nCUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 9 t.py\nX\n",
     'echo "usage: CUDA_VISIBLE_DEVICES=0 torchrun --nproc_per_node 9 t.py"\n',
+    slurm("-N2", "--ntasks-per-node=4", "--gres=gpu:4", "srun python t.py"),
+    slurm("-N2", "--ntasks-per-node=4", "--gpus-per-task=1", "srun python t.py"),
+    slurm("-N2", "--gres=gpu:4", "srun python t.py"),  # sbatch may be told how many tasks
+    slurm("-N1", "-n8", "--gres=gpu:4", "srun python p.py", "torchrun --nproc_per_node 4 t.py"),
+    slurm("-N1", "-n8", "--gres=gpu:4", "srun python plain.py"),
+    slurm("-N1", "-n8", "--gres=gpu:4", "srun ./t.sh python"),
+    "mpirun -np 8 -H a:4,b:4 python t.py\n",
 ]
 
 
@@ -177,6 +193,9 @@ ARGUMENTS = {
         "CUDA_VISIBLE_DEVICES=0,1,2,3 deepspeed train.py --deepspeed_config ds.json",
         "FORCE_TORCHRUN=1 NPROC_PER_NODE=4 llamafactory-cli train lf.yaml",
         "accelerate launch --num_processes 4 train.py --ds_config ds.json",
+        "srun -N1 -n4 python train.py --deepspeed_config ds.json",
+        "srun -N2 --ntasks-per-node=2 python -m train args.json",
+        "mpirun -np 4 python train.py args.json",
     ],
 )
 def test_a_json_is_checked_for_the_processes_of_what_names_it(line: str, folder: Path) -> None:
@@ -238,6 +257,57 @@ def test_a_launcher_that_a_variable_holds_is_read_once(folder: Path) -> None:
 def test_a_hostile_script_ends_soon(text: str, folder: Path) -> None:
     Path("run.sh").write_text(text)
     assert run("check", "run.sh", "--json").exit_code in (0, 1)
+
+
+# --- defaults of the shell -------------------------------------------------------------------------------------------
+
+EIGHT = "CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node "
+
+
+@pytest.mark.parametrize(
+    ("text", "supposing"),
+    [
+        (f"{EIGHT}${{N:-8}} t.py\n", "N=8"),
+        (f"{EIGHT}${{N-8}} t.py\n", "N=8"),
+        (f"{EIGHT}${{N:=8}} t.py\n", "N=8"),
+        (f'{EIGHT}"${{N:-${{M:-8}}}}" t.py\n', "M=8, N=8"),
+        (f"N=${{N:-8}}\n{EIGHT}$N t.py\n", "N=8"),
+        (f'export N="${{N:-8}}"\n{EIGHT}${{N}} t.py\n', "N=8"),
+        (f": ${{N:=8}}\n{EIGHT}$N t.py\n", "N=8"),
+        (f"N=${{1:-8}}\n{EIGHT}$N t.py\n", "1=8"),
+        (f"G=$1\nN=${{G:-8}}\n{EIGHT}$N t.py\n", "G=8"),
+        (f"{EIGHT}$((2 * ${{M:-4}})) t.py\n", "M=4"),
+        (f"OPTIONS=${{OPTIONS:-8}}\nbash -c '{EIGHT}$OPTIONS t.py'\n", "OPTIONS=8"),
+        ("export CUDA_VISIBLE_DEVICES=${G:-0,1}\ntorchrun --nproc_per_node 8 t.py\n", "G=0,1"),
+        (f"N=\n{EIGHT}${{N:-8}} t.py\n", ""),
+        (f"N=8\n{EIGHT}${{N:-1}} t.py\n", ""),
+        (f"N=8\nN=${{N:-1}}\n{EIGHT}$N t.py\n", ""),
+        (f"N=8\n{EIGHT}${{N:?how many}} t.py\n", ""),
+    ],
+)
+def test_a_variable_that_nothing_sets_is_what_the_script_takes_it_for(text: str, supposing: str, folder: Path) -> None:
+    (found,) = told(text)
+    assert found[0] == "launch.gpus"
+    assert found[1].startswith("8 processes are started on a node")
+    assert found[1].partition(", supposing ")[2] == supposing
+    taken = next(one for one in run("check", "here/run.slurm").stdout.splitlines() if one.startswith("took"))
+    assert f"supposing {supposing}" in taken if supposing else "supposing" not in taken
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"for N in 1 2; do\n{EIGHT}${{N:-8}} t.py\ndone\n",
+        f"N=$(nvidia-smi -L | wc -l)\n{EIGHT}${{N:-8}} t.py\n",
+        f"{EIGHT}${{N:?how many}} t.py\n",
+        f"{EIGHT}${{N:-$(nproc)}} t.py\n",
+        f"N=1\nN=2\n{EIGHT}${{N:-8}} t.py\n",
+        slurm("--partition=a", f"{EIGHT}${{SLURM_NTASKS:-8}} t.py"),
+        slurm("--nodes=2", f"srun torchrun --nnodes ${{SLURM_NNODES:-4}} --nproc_per_node 8 {C10D} t.py"),
+    ],
+)
+def test_a_variable_that_something_sets_is_no_default(text: str, folder: Path) -> None:
+    assert told(text) == []
 
 
 # --- options over a config -------------------------------------------------------------------------------------------
@@ -376,7 +446,8 @@ def followed(text: str, fix: str) -> Iterator[str]:
         who, name, value, gone = typed.groups()
         short = {"--nodes": "-N", "--gpus": "-G", "--ntasks": "-n"}
         old = rf"(?<![\w-])(?:{gone or name}|{short.get(gone or name, '--none')})[ =]?(?:\$\(\(.*\)\)|[\w:()-]+)"
-        after = re.sub(old, f"{name}={value}" if who else f"{name} {value}", text, count=1)
+        before, by, rest = text.rpartition("srun ") if who == "srun " else ("", "", text)
+        after = before + by + re.sub(old, f"{name}={value}" if who else f"{name} {value}", rest, count=1)
         yield after if after != text else text.replace("#!/bin/bash\n", f"#!/bin/bash\n#SBATCH {name}={value}\n")
 
 

@@ -103,19 +103,20 @@ def test_processes_and_machines_that_a_config_starts_are_told(folder: Path) -> N
     assert with_model.count("  processes: 8 -> 64") == 1
 
 
-def test_what_a_script_starts_is_told(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["run.slurm", "launch"])
+def test_what_a_script_starts_is_told(name: str, folder: Path) -> None:
     text = "#SBATCH --nodes=1\nsrun torchrun --nnodes 1 --nproc_per_node 8 train.py --lr 1e-4\necho 1\n"
-    (folder / "run.slurm").write_text(text)
+    (folder / name).write_text(text)
     (folder / "build.sh").write_text("make\n")
     commit()
-    (folder / "run.slurm").write_text(text.replace("echo 1", "echo 2"))
+    (folder / name).write_text(text.replace("echo 1", "echo 2"))
     (folder / "build.sh").write_text("make all\n")
     commit()
     assert run("diff", "HEAD~1..HEAD").exit_code == 0
-    (folder / "run.slurm").write_text(text.replace("nodes=1", "nodes=4").replace("nnodes 1", "nnodes 4"))
+    (folder / name).write_text(text.replace("nodes=1", "nodes=4").replace("nnodes 1", "nnodes 4"))
     commit()
     assert run("diff", "HEAD~1..HEAD").stdout.splitlines() == [
-        "run.slurm: changed",
+        f"{name}: changed",
         "  settings: #SBATCH --nodes: 1 -> 4",
         "  settings: torchrun: processes: 8 -> 32",
         "  settings: torchrun: nodes: 1 -> 4",

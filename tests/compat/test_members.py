@@ -96,6 +96,21 @@ def by_no_sync(rank: int, world: int) -> list[list[float]]:
     return seen
 
 
+def one_after_the_other(rank: int, world: int) -> list[list[int]]:
+    """What ranks gather under accelerators that each have ended the process group before."""
+    seen = []
+    for turn in range(4):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        seen.append(accelerator.gather(torch.tensor([10 * turn + rank])).tolist())
+        accelerator.end_training()
+    return seen
+
+
+def test_one_accelerator_after_the_other_forms_a_group_of_its_own(gang2: Gang) -> None:
+    assert gang2.run_fresh(one_after_the_other) == [[[10 * turn, 10 * turn + 1] for turn in range(4)]] * 2
+
+
 def test_windows_that_a_script_counts_with_no_sync_are_averaged_once_at_their_end(gang2: Gang) -> None:
     first, second = gang2.run_fresh(by_no_sync)
     assert (first[0], second[0]) == (1.0, 2.0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from prepkit.formats.found import found
+from prepkit.formats.found import below, found
 
 MISSPELT = {
     "engine.toml": ('engine = "fsdp2"\noptimizer = "AdamW"\nprecision = "BF16"\n', "prepkit"),
@@ -69,3 +70,37 @@ FOREIGN = {
 def test_a_file_of_others_is_taken_for_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(FOREIGN[name])
     assert found(str(tmp_path / name)) is None
+
+
+RUN = "torchrun --nproc_per_node 8 train.py\n"
+SCRIPTS = {
+    "launch": f"#!/bin/bash\n{RUN}",
+    "env": f"#!/usr/bin/env -S bash -e\n{RUN}",
+    "job.v1.2": f"#!/bin/sh\n#SBATCH -N1\n{RUN}",
+    "train.job": f"# of our cluster\n\n#SBATCH --nodes=1\n{RUN}",
+    "tasks": "#!/bin/bash\nsrun --nodes=2 \\\n  python train.py\n",
+    "long": f"#!/bin/bash\n{'# so it is' * 1000}\n{RUN}",
+}
+NO_SCRIPTS = {
+    "python": f"#!/usr/bin/env python\n#SBATCH -N1\n{RUN}",
+    "fish": f"#!/usr/bin/fish\n{RUN}",
+    "notes": f"# Notes\n{RUN}",
+    "gradlew": "#!/bin/sh\nexec java\n",
+    "hosts": "#!/bin/bash\nsrun hostname\n",
+    "data.bin": "\x00#!/bin/bash\ntorchrun",
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS | NO_SCRIPTS)
+def test_a_script_is_told_by_how_it_begins_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text((SCRIPTS | NO_SCRIPTS)[name])
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    told = [one.sort for path in below(str(tmp_path)) if (one := found(path)) is not None]
+    assert told == (["script"] if name in SCRIPTS else [])
+
+
+def test_of_a_large_file_the_beginning_alone_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "weights").open("wb") as file:
+        file.write(b"#!/usr/bin/env python\n")
+        file.truncate(2**40)
+    assert list(below(str(tmp_path))) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,47 @@ def test_an_average_under_zero_moves_by_a_thousandth_and_is_what_is_exported(gan
         assert to_average < 0.01 < to_weights
         assert moved, "a thousandth of a step is below what bfloat16 can tell"
         assert after == "", "what was put there and taken away is no write of the user's"
+
+
+def frozen_behind_ddp(rank: int, world: int, before: int, options: dict[str, bool]) -> tuple[str, float]:
+    """What is said of layers that are frozen after some windows, and by how much the ranks part then."""
+    ready, model, _ = prepared(pk.DDP(**options))
+    for window in range(before):
+        ready.backward(ready.model(IDS).square().mean() * (1 + rank + window))
+        ready.step()
+    model.inside.weight.requires_grad = False
+    what = said(lambda: (ready.backward(ready.model(IDS).square().mean() * (1 + rank)), ready.step()))
+    apart = ready.ranks.gather(model.embed.weight.detach().clone())
+    ready.close()
+    return what, float((apart[0] - apart[1]).abs().max())
+
+
+@pytest.mark.parametrize("before", [2, 3, 4])
+def test_a_layer_that_ddp_waits_for_is_told_in_every_window_before_the_step(gang2: Gang, before: int) -> None:
+    """torch says so in the next forward, when each rank has stepped gradients of its own."""
+    for what, apart in gang2.run(frozen_behind_ddp, before, {}):
+        assert "run.frozen at model.inside.weight: 1 parameter frozen" in what
+        assert "awaited by DDP, which averages no gradient" in what
+        assert apart == 0
+
+
+def test_a_layer_that_ddp_does_not_wait_for_may_be_frozen(gang2: Gang) -> None:
+    assert gang2.run(frozen_behind_ddp, 2, {"find_unused_parameters": True}) == [("", 0.0)] * 2
+
+
+def two_backwards_behind_ddp(rank: int, world: int) -> list[str]:
+    """What is said of two losses, each of a forward of its own, in windows of two micro-batches."""
+    del rank, world
+    ready, *_ = prepared(pk.DDP(), accumulation=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            ready.backward(ready.model(IDS).square().mean(), more=True)
+            ready.backward(ready.model(IDS.flip(0)).abs().mean())
+            ready.step()
+    ready.close()
+    return [str(one.message) for one in told if "gradients-written" in str(one.message)]
+
+
+def test_gradients_that_ddp_lays_anew_in_a_forward_are_written_by_nobody_else(gang2: Gang) -> None:
+    assert gang2.run(two_backwards_behind_ddp) == [[], []]

@@ -16,8 +16,9 @@ from prepkit.codec.text import read_bytes
 from prepkit.config import LoadWeights
 from prepkit.facts import ClassFact, ModelFacts, ModuleFact, ParamFact
 from prepkit.facts.checkpoint import CheckpointFacts, StoredTensor
+from prepkit.formats.importers.positions import positions
 from prepkit.formats.models import config_fields
-from prepkit.formats.models.expressions import Unfit
+from prepkit.formats.models.expressions import Unfit, evaluate
 from prepkit.formats.models.tree import model_facts
 from prepkit.formats.stored_weights import INDEX, SINGLE, observe_checkpoint, state_names
 from prepkit.resolve.checkpoint import renamed, unreadable
@@ -41,6 +42,14 @@ UNSEEN = ("quantization_config", "per_layer_config", "heterogeneous")
 
 class NotKnown(ValueError):
     """The facts of the model cannot be known from its folder; the text says why, and what to type."""
+
+
+class Impossible(NotKnown):
+    """No model has the sizes that a config says; ``where``: the file, with line, column and key."""
+
+    def __init__(self, where: str, what: str, fix: str) -> None:
+        super().__init__(f"{where}: {what}; {fix}")
+        self.where, self.what, self.fix = where, what, fix
 
 
 class NotThere(NotKnown):
@@ -72,7 +81,7 @@ def read(path: Path) -> DescribedModel:
         raise NotKnown(f'{config.name} names no class; add "architectures": [...] with one of {names}')
     if not table:
         return _by_headers(stored, kind, name, raw)
-    model = _by_table(table, str(name), raw, stored)
+    model = _by_table(table, str(name), raw, stored, config)
     return DescribedModel(model=model, words=tuple(_differences(model, stored)))
 
 
@@ -115,7 +124,7 @@ COMMON = "common"
 
 
 def _by_table(
-    table: Mapping[str, Any], name: str, raw: Mapping[str, Any], stored: CheckpointFacts | None
+    table: Mapping[str, Any], name: str, raw: Mapping[str, Any], stored: CheckpointFacts | None, file: Path
 ) -> ModelFacts:
     model = table["models"][name]
     for unseen in UNSEEN:
@@ -128,10 +137,38 @@ def _by_table(
     common = json.loads((files(__package__) / "data" / f"{COMMON}.json").read_text("utf-8"))
     own = {"classes": table["classes"], "module": table["module"]}
     try:
-        fields = config_fields.fields(model.get("config", table["config"]), raw)
+        said = model.get("config", table["config"])
+        fields = config_fields.fields(said, raw)
+        _demand(model["needs"], said, fields, name, file)
         return model_facts(model | own, fields, _dtype(fields["dtype"], stored), common)
     except Unfit as error:
         raise NotKnown(f"{CONFIG}: {error}; mend it, or {ELSE}") from None
+
+
+def _demand(needs: list[str], table: Mapping[str, Any], fields: Mapping[str, Any], name: str, file: Path) -> None:
+    """Raise ``Impossible`` where a size does not divide another one, without which the class builds or runs nothing."""
+    for need in needs:
+        whole, part = need.removesuffix(" == 0").split(" % ")
+        size, divisor = evaluate(whole, fields), evaluate(part, fields)
+        if not (type(size) is type(divisor) is int) or (divisor > 0 and size % divisor == 0):
+            continue
+        there = positions(file.read_text("utf-8-sig", errors="replace"), file.suffix)
+        typed = next((one for one in (*_spelt(part, table), *_spelt(whole, table)) if one in there), part)
+        line, column = there.get(typed, (1, 1))
+        what = f"{part} is {divisor}, which does not divide {whole}, {size}: {name} cannot run"
+        ways = [one for one in range(1, min(size, 2 * abs(divisor), MOST_TENSORS) + 1) if size % one == 0]
+        near = sorted(sorted(ways, key=lambda one: abs(one - divisor))[:2])
+        fix = f"Write {part.rpartition('.')[2]} {' or '.join(map(str, near))}, or a multiple of {divisor} for {whole}."
+        raise Impossible(f"{file}:{line}:{column} {typed}", what, fix)
+
+
+def _spelt(path: str, table: Mapping[str, Any]) -> tuple[str, ...]:
+    """The path of a field, and those under the other names that it may have in a file."""
+    *parts, name = path.split(".")
+    for part in parts:
+        table = table["parts"][part]
+    others = (other for other, one in table["aliases"].items() if one == name)
+    return tuple(".".join((*parts, one)) for one in (name, *others))
 
 
 def _dtype(said: Any, stored: CheckpointFacts | None) -> str:

@@ -83,7 +83,8 @@ class StepLook:
         held = {id(param) for one in self.optimizers for group in one.param_groups for param in group["params"]}
         found = names.named_parameters(self.model)
         known = {id(one.param) for one in self._stood.values()}
-        run = self.plan.run
+        run, ddp = self.plan.run, self._ddp()
+        waits = any(one.waits for one in ddp)
         before = RunningFacts(
             params=tuple(
                 RunningParam(name=name, dtype=one.dtype, device="", requires_grad=one.trained)
@@ -101,11 +102,12 @@ class StepLook:
                     served=id(param) in held
                     and (run.follows_unfrozen if id(param) in known else run.follows_new_params),
                     stuck=self._masters or run.steps_frozen,
+                    awaited=waits,
                 )
                 for name, param in found.items()
             )
         )
-        return evolve(self.overwritten(), running=((before, now),), ddp=self._ddp())
+        return evolve(self.overwritten(), running=((before, now),), ddp=ddp)
 
     def gradients(self) -> tuple[Gradient, ...]:
         """The gradients of all that trains, on this rank; stepped, where an optimizer holds tensors of its own."""

@@ -44,9 +44,12 @@ def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
 
 def _frozen(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
-        if stuck := [one.name for one in _switched(before, now) if not one.requires_grad and one.stuck]:
-            what = f"{count(len(stuck), 'parameter')} frozen since the model was prepared, and trained all the same"
-            yield Hit(at(stuck[0]), f"{what}: {some(stuck)}.")
+        gone = [one for one in _switched(before, now) if not one.requires_grad]
+        stuck, awaited = [one.name for one in gone if one.stuck], [one.name for one in gone if one.awaited]
+        for names, harm in ((stuck, "trained all the same"), (awaited, "awaited by DDP, which averages no gradient")):
+            if names:
+                what = f"{count(len(names), 'parameter')} frozen since the model was prepared, and {harm}"
+                yield Hit(at(names[0]), f"{what}: {some(names)}.")
 
 
 def _narrowed(before: RunningFacts, now: RunningFacts) -> Iterator[tuple[RunningParam, str]]:
@@ -101,7 +104,7 @@ def _trained(facts: RunFacts) -> Iterator[Hit]:
             one
             for one in now.params
             if old.get(one.name, one.requires_grad) != one.requires_grad
-            and not (one.stuck if not one.requires_grad else not one.served)  # an error then
+            and not (one.stuck or one.awaited if not one.requires_grad else not one.served)  # an error then
         ]
         for way, word in ((True, "unfrozen"), (False, "frozen")):
             if names := [one.name for one in changed if one.requires_grad is way]:
@@ -149,7 +152,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.frozen",
-        summary="A parameter that is frozen is no longer stepped.",
+        summary="A parameter that is frozen is no longer stepped, and nobody waits for it.",
         check=_frozen,
         at=(Moment.DUE, Moment.DRIFT),
         needs=(Need.BEFORE,),

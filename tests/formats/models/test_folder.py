@@ -195,3 +195,58 @@ def test_a_field_that_no_table_was_tried_with_is_refused(tmp_path: Path, monkeyp
     folder.read(put(tmp_path, LLAMA_8B | {"pooling": "mean"}))
     with pytest.raises(folder.NotKnown, match="pooling is 'max'"):
         folder.read(put(tmp_path, LLAMA_8B | {"pooling": "max"}))
+
+
+IMPOSSIBLE = [
+    ({"num_attention_heads": 30}, "num_attention_heads", "which does not divide hidden_size, 4096"),
+    ({"num_key_value_heads": 5}, "num_key_value_heads", "which does not divide num_attention_heads, 32"),
+    ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_head": 5}, "n_head", "n_embd, 64"),
+    (
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "num_attention_heads": 5},
+        "num_attention_heads",
+        "n_embd, 64",
+    ),
+    (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 5},
+        "num_key_value_heads",
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "key", "what"), IMPOSSIBLE)
+def test_sizes_that_make_no_model_are_told_where_they_stand(
+    tmp_path: Path, change: dict[str, Any], key: str, what: str
+) -> None:
+    config = LLAMA_8B | change
+    lines = json.dumps({name: value for name, value in config.items() if name not in ("rope_scaling",)}, indent=2)
+    put(tmp_path, lines)
+    with pytest.raises(folder.Impossible) as told:
+        folder.read(tmp_path)
+    line = 1 + next(at for at, text in enumerate(lines.splitlines()) if f'"{key}"' in text)
+    assert told.value.where.startswith(f"{tmp_path / 'config.json'}:{line}:")
+    assert told.value.where.endswith(f" {key}")
+    assert what in told.value.what
+
+
+def test_heads_with_a_size_of_their_own_need_not_divide_the_width(tmp_path: Path) -> None:
+    folder.read(put(tmp_path, qwen := LLAMA_8B | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    folder.read(put(tmp_path, qwen | {"num_attention_heads": 24, "head_dim": 128}))
+
+
+def test_what_tables_need_is_what_transformers_needs() -> None:
+    transformers = pytest.importorskip("transformers")
+    from tests.tools.model_tables.needs import needs
+
+    for kind in ("llama", "gpt2", "qwen3", "t5"):
+        name, model = next(iter(json.loads((DATA / f"{kind}.json").read_text())["models"].items()))
+        config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind]
+        assert needs(config_class, getattr(transformers, name)) == model["needs"], kind
+
+
+def test_a_hostile_size_is_told_soon(tmp_path: Path) -> None:
+    put(tmp_path, LLAMA_8B | {"hidden_size": 2**47, "num_attention_heads": 2**46 - 1})
+    begun = time.monotonic()
+    with pytest.raises(folder.Impossible):
+        folder.read(tmp_path)
+    assert time.monotonic() - begun < 5

@@ -1,7 +1,8 @@
 """``python -m tests.tools.model_tables [TYPE ...]``: probe transformers and write ``prepkit/formats/models/data``.
 
 Each table is tried on models at unseen sizes; one that does not give their facts exactly is not written.
-``--check [DRAWS]`` draws again for every table that is there, and writes nothing.
+``--check [DRAWS]`` draws again for every table that is there, and writes nothing. ``--needs`` asks anew which sizes of
+a config have to divide which, for every table that is there.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.tools.model_tables.draws import Drawer
 from tests.tools.model_tables.fit import Unsolved
+from tests.tools.model_tables.needs import needs
 from tests.tools.model_tables.solve import common, difference, outside, solved
 
 DATA = Path(__file__).resolve().parents[3] / "prepkit" / "formats" / "models" / "data"
@@ -102,7 +104,7 @@ def main(kinds: list[str], most: int) -> None:
             finally:
                 signal.setitimer(signal.ITIMER_PROF, 0)
             held.setdefault("config", table["config"])
-            entry = table["model"] | {"fixed": table["fixed"]}
+            entry = table["model"] | {"fixed": table["fixed"], "needs": _needs(kind, name)}
             held["models"][name] = entry if table["config"] == held["config"] else entry | {"config": table["config"]}
             file.write_text(text(held))
             COMMON.write_text(text(shared))
@@ -126,6 +128,30 @@ def check(kinds: list[str], draws: int) -> int:
             wrong += bool(found)
             print(f"{'- ' if found else '+ '}{file.stem} {name} {found:.300}", flush=True)
     return wrong
+
+
+def ask_needs(kinds: list[str]) -> None:
+    """Write into every table, or those of these types, what its models need of their sizes."""
+    for file in sorted(DATA.glob("*.json")):
+        if file == COMMON or (kinds and file.stem not in kinds):
+            continue
+        held = json.loads(file.read_text())
+        for name, model in held["models"].items():
+            model["needs"] = _needs(file.stem, name)
+            print(f"{file.stem} {name}: {', '.join(model['needs'])}", flush=True)
+        file.write_text(text(held))
+
+
+def _needs(kind: str, name: str) -> list[str]:
+    signal.signal(signal.SIGPROF, _too_long)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        return needs(CONFIG_MAPPING[kind], getattr(transformers, name))
+    except TimeoutError as error:
+        print(f"- {kind} {name}: {error}", flush=True)
+        return []
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _too_long(*_: object) -> None:
@@ -169,4 +195,7 @@ if __name__ == "__main__":
     if "--check" in sys.argv:
         draws = [int(one) for one in arguments if one.isdecimal()]
         sys.exit(1 if check([one for one in arguments if not one.isdecimal()], draws[0] if draws else 20) else 0)
+    if "--needs" in sys.argv:
+        ask_needs(arguments)
+        sys.exit(0)
     main(arguments, 4 if "--all-classes" in sys.argv else 1)
