@@ -94,9 +94,9 @@ def _one_unit(inputs: Inputs, prediction: Prediction) -> tuple[str, ...]:
 
 
 def _root(inputs: Inputs, prediction: Prediction) -> tuple[str, ...]:
-    gathered = {term.what: term.bytes for term in prediction.classes[0].terms if term.category == "gathered units"}
-    root = next((size for what, size in gathered.items() if what.startswith("the root")), 0)
-    unit = next((size for what, size in gathered.items() if what.startswith("the largest")), 0)
+    held = {term.what: term.bytes for term in prediction.classes[0].terms}
+    root = next((size for what, size in held.items() if what.startswith("the root, kept")), 0)
+    unit = next((size for what, size in held.items() if what.startswith("the largest unit")), 0)
     if not unit or root < 2 * unit:
         return ()
     grads = "its gradients are whole too. " if inputs.trains else ""

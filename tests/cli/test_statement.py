@@ -33,6 +33,8 @@ def test_a_statement_names_its_subjects_by_digests_and_says_what_was_asked(folde
         assert ":" not in subject["digest"]["sha256"]
     of_plan = json.loads(run("statement", "ddp.json").stdout)
     assert (of_plan["predicateType"], of_plan["predicate"]["engine"]) == ("https://prepkit.dev/plan/v1", "DDP")
+    assert list(of_plan["predicate"]) == ["prepkit", "engine", "precision", "world_size", "warnings", "overridden"]
+    assert [of_plan["predicate"][name] for name in ("precision", "world_size", "overridden")] == ["None", 4, []]
     assert run("statement", "fsdp2.toml").exit_code == 1
 
 

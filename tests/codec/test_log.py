@@ -58,6 +58,7 @@ def test_a_whole_log_is_read_as_it_was_written(file: Path) -> None:
     assert [one.said["optimizer"]["lr"] for one in entries] == list(RATES)
     assert [one.holds for one in entries] == [True] * 4 + [False]
     assert entries[2].at == "2026-11-03T00:00:00Z"
+    assert [one.line for one in entries] == [1, 2, 3, 4, 5]
     assert len({one.digest for one in entries}) == 5
 
 

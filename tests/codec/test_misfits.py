@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import attrs
 import pytest
 from attrs import evolve
 
 from prepkit import codec
-from prepkit.codec import inconsistencies
+from prepkit.codec import field_types, inconsistencies
 from prepkit.codec.diff import _anchors
 from prepkit.codec.files import FORMAT, KIND, attestation_from_text
 from prepkit.codec.languages import Language, assigned, typed
-from prepkit.codec.misfits import OTHER_NAMES, MisfitError, samples, wrong_type
+from prepkit.codec.misfits import MisfitError, samples, wrong_type
 from prepkit.codec.text import shown
 from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
 from prepkit.findings import PlanRejected
+from prepkit.findings.keywords import OTHER_NAMES
 from prepkit.plan import Plan, because
 from prepkit.steps import InitializeDeepSpeed, WrapDDP
 from prepkit.steps.engines import Setting
@@ -204,6 +207,39 @@ def test_what_was_meant_is_read_and_a_config_without_an_engine_is_not() -> None:
     with pytest.raises(PlanRejected) as caught:
         codec.from_data({"engine": 4, "timeout_s": 5}, Config)
     assert caught.value.rest is None
+
+
+def found(data: object, cls: Any) -> list[tuple[str, str]]:
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data(data, cls)
+    return [(one.where, one.fix) for one in caught.value.findings]
+
+
+def test_items_that_do_not_fit_are_told_by_their_own_places() -> None:
+    items = [1, "x", 2, "y", "z", 3, 4, "w"]
+    assert [where for where, _ in found(items, tuple[int, ...])] == ["$[1]", "$[3]", "$[4]", "$[7]"]
+
+
+UNIONS = tuple(field for field in field_types.fields(Config) if field_types.kinds(field.type))
+
+
+@pytest.mark.parametrize("value", [True, False, 2.5])
+def test_a_switch_or_a_number_in_quotes_is_answered_as_the_one_without(value: object) -> None:
+    fixes = [
+        (found({"engine": "DDP"} | {one.name: text}, Config)) for one in UNIONS for text in (value, json.dumps(value))
+    ]
+    assert fixes[::2] == fixes[1::2]
+
+
+def test_every_object_is_described_by_its_name() -> None:
+    for cls in filter(attrs.has, field_types.types()):
+        assert cls.__name__ in field_types.describe(cls)
+
+
+def test_a_word_that_is_nearly_one_of_those_is_read_as_the_one_that_was_meant() -> None:
+    with pytest.raises(PlanRejected) as caught:
+        codec.from_data({"engine": {"kind": "FSDP1", "sharding": "SHARD_GRAD_OPS"}}, Config)
+    assert caught.value.rest == Config(engine=FSDP1(sharding="SHARD_GRAD_OP"))
 
 
 @pytest.mark.parametrize("kind", [["AdamW"], {"kind": ["AdamW"]}, {"kind": {}}])

@@ -207,3 +207,16 @@ def test_a_digest_that_is_a_list_is_one_edited_part() -> None:
     with pytest.raises(PlanRejected) as caught:
         codec.plan_from_text(json.dumps(data))
     assert [found.where for found in caught.value.findings] == ["$.plan.mesh"]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_file_of_the_largest_size_is_read_and_one_byte_more_is_not(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec, "LARGEST", 10)
+    (tmp_path / "text").write_text("x" * (10 + more))
+    if not more:
+        assert codec.read_text(tmp_path / "text") == "x" * 10
+        return
+    with pytest.raises(PlanRejected, match="more than 10 bytes"):
+        codec.read_text(tmp_path / "text")

@@ -40,7 +40,7 @@ LAWS = ("property_tests/test_rule_laws.py", "property_tests/test_planner_laws.py
 PURE = Group(
     name="pure",
     areas=(
-        Area(folder="prepkit/rules", near=("tests/rules", LAWS[0])),
+        Area(folder="prepkit/rules", near=("tests/rules", "tests/audit/test_rules.py", LAWS[0])),
         Area(folder="prepkit/planner", near=("tests/planner", LAWS[1])),
         Area(folder="prepkit/resolve", near=("tests/resolve", LAWS[0])),
         Area(folder="prepkit/predict", near=("tests/predict", "property_tests/test_predict_laws.py")),
@@ -59,6 +59,8 @@ PURE = Group(
         "tests/plan",
         "tests/findings",
         "tests/formats/importers",
+        "tests/formats/test_schemas.py",
+        "tests/audit/test_rules.py",
         "tests/render",
         "tests/cli",
         "tests/test_api.py",
@@ -73,6 +75,7 @@ PURE = Group(
     tables=(
         "tests/rules/test_rules.py",
         "tests/rules/test_kinds.py",
+        "tests/audit/test_rules.py",
         "tests/test_completeness",
         "tests/test_behaviour_rows.py",
         "tests/findings",

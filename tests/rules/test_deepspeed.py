@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from prepkit.config import Clip, ClipNorm, ClipValue, Config, DeepSpeed
-from prepkit.facts import GroupFact, SchedulerFacts
+from prepkit.config import Clip, ClipNorm, ClipValue, Config, DeepSpeed, Intent
+from prepkit.facts import GroupFact, ParamFact, SchedulerFacts
+from prepkit.rules import check
 from prepkit.rules.deepspeed import KNOWN_LEAVES
 from prepkit.testing.tiny import tiny_facts, tiny_model, tiny_optimizer
 from tests.support.rule_findings import mended, rule_ids, rule_ids_in
@@ -118,3 +119,19 @@ def test_the_blocks_of_experts_that_deepspeed_knows_are_those_of_its_table() -> 
     )
     known = {name.rpartition(".")[2] for name in table.DEFAULT_LEAF_MODULE_CLASSES}
     assert set(KNOWN_LEAVES) == known
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_in_16_bits_need_a_precision_whichever_they_are(dtype: str) -> None:
+    facts = tiny_facts(tiny_model(dtype=dtype))
+    assert ("deepspeed.stored-16-bit" in {one.rule for one in check(Config(engine=ZERO2), facts)}) == (
+        dtype != "float32"
+    )
+
+
+@pytest.mark.parametrize("intent", Intent)
+def test_complex_numbers_are_flattened_among_real_ones_where_they_are_trained(intent: Intent) -> None:
+    model = tiny_model(extra=(ParamFact(name="head.phase", shape=(2,), dtype="complex64"),))
+    cfg = Config(engine=DeepSpeed(stage=3, micro_batch=2), intent=intent)
+    found = {one.rule for one in check(cfg, tiny_facts(model, optimizer=intent is Intent.TRAINING))}
+    assert ("deepspeed.complex" in found) == (intent is Intent.TRAINING)

@@ -1,6 +1,7 @@
-"""What silences each rule: the changes of one value in its counterexample, and in a drawn run on which it fires.
+"""What silences each rule: changes of one value in its counterexample and in a drawn run, and repairs.
 
-``golden/neighbours/<subject>.txt`` has for each rule the changes that silence it, and those that move its finding.
+``golden/neighbours/<subject>.txt`` has for each rule the changes that silence it, and those that move its finding;
+``golden/repairs.txt`` what its repair changes in these configs.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from attrs import fields, has
 
 from prepkit.config import Config
 from prepkit.facts import Facts
@@ -21,6 +24,7 @@ from tests.support.counterexamples import COUNTEREXAMPLES
 from tests.support.drawn_runs import ENGINES, run
 from tests.support.golden import assert_golden
 from tests.support.neighbours import asked
+from tests.support.readable_plans import brief
 
 GOLDEN = Path(__file__).parent / "golden" / "neighbours"
 BY_SUBJECT: dict[str, list[Rule]] = defaultdict(list)
@@ -73,3 +77,24 @@ def _around(rule: Rule, name: str, cfg: Config, facts: Facts) -> Iterator[str]:
 def test_the_same_changes_silence_a_rule_or_move_its_finding(subject: str) -> None:
     text = "\n".join(line for rule in BY_SUBJECT[subject] for line in lines(rule)) + "\n"
     assert_golden(GOLDEN / f"{subject}.txt", text)
+
+
+def repairs(rule: Rule) -> Iterator[str]:
+    for name, (cfg, facts) in bases(rule):
+        if rule.repair is not None:
+            yield f"{rule.id}{name}: {'; '.join(_changes(cfg, rule.repair(cfg, facts), 'config'))}"
+
+
+def _changes(before: Any, after: Any, place: str) -> Iterator[str]:
+    """The smallest parts of two values that differ, each as it was and as it is."""
+    if type(before) is not type(after) or not has(type(before)) or not fields(type(before)):
+        yield f"{place}: {brief(before)} -> {brief(after)}"
+        return
+    for field in fields(type(before)):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if field.eq and old != new:
+            yield from _changes(old, new, f"{place}.{field.name}")
+
+
+def test_a_repair_changes_what_it_changed_when_somebody_last_read_it() -> None:
+    assert_golden(GOLDEN.parent / "repairs.txt", "\n".join(line for rule in RULES for line in repairs(rule)) + "\n")

@@ -22,8 +22,9 @@ from prepkit.config import (
 )
 from prepkit.facts import ParamFact
 from prepkit.findings import Severity
-from prepkit.rules import RULES, check
+from prepkit.rules import LAW, RULES, check
 from prepkit.rules.rule import Rule
+from prepkit.rules.run import AUDIT_RULES, INVARIANTS
 from prepkit.testing.tiny import tiny_facts, tiny_loader, tiny_model
 from tests.support.counterexamples import COUNTEREXAMPLES
 from tests.support.golden import assert_golden
@@ -90,3 +91,29 @@ def test_a_model_of_fifty_thousand_modules_is_checked_in_seconds_at_most(wrap: W
     taken = time.process_time() - began
     assert "units.mixed-dtypes" in rules
     assert taken < 9, f"took {taken:.2f} s"  # 0.6 s on an idle core; what is quadratic takes 13 s and more
+
+
+def _row(rule: Rule) -> str:
+    """What a rule is beside its words: when it is asked, of what, and how it can be answered."""
+    facts = {
+        "at": ", ".join(rule.at),
+        "needs": ", ".join(need.name.lower() for need in rule.needs),
+        **{name: getattr(rule, name) for name in ("cost", "milder", "lawful", "stops", "told_by")},
+        "from": ", ".join(rule.source),
+    }
+    flags = f"{rule.severity}{', not overridable' * (not rule.overridable)}{', repaired' * (rule.repair is not None)}"
+    return f"{rule.id}: {flags}; {'; '.join(f'{name} {said}' for name, said in facts.items() if said)}"
+
+
+BOOKS = {"plan": RULES, "run": AUDIT_RULES, "calls": tuple(one for one in LAW if one not in (*RULES, *AUDIT_RULES))}
+"""Rules before there is a plan, those over what is prepared, and those that calls tell."""
+
+
+@pytest.mark.parametrize("book", BOOKS)
+def test_rows_of_the_law_book_read_as_they_did_when_somebody_last_read_them(book: str) -> None:
+    assert_golden(GOLDEN / "rows" / f"{book}.txt", "".join(f"{_row(rule)}\n" for rule in BOOKS[book]))
+
+
+def test_what_rules_guard_together_reads_as_it_did_when_somebody_last_read_it() -> None:
+    guarded = (f"{said}\n" + "".join(f"  {one}\n" for one in rules) for said, rules in INVARIANTS)
+    assert_golden(GOLDEN / "invariants.txt", "".join(guarded))

@@ -124,7 +124,7 @@ def _class(first: int, last: int, ranks: int, terms: tuple[Term, ...]) -> RankCl
 
 @frozen
 class Run:
-    """Consecutive ranks whose parts hold equal numbers of elements."""
+    """Consecutive ranks whose parts hold equal numbers of elements; so may those of the next run."""
 
     first: int
     """The first of these ranks; they end where the next run begins."""
@@ -166,7 +166,7 @@ def overlaps(zero: Zero) -> list[Run]:
     sums = (0, 0, 0)
     for rank, by in sorted(changes.items()):
         sums = (sums[0] + by[0], sums[1] + by[1], sums[2] + by[2])
-        if rank < zero.ranks and (not runs or (runs[-1].touched, runs[-1].padding, runs[-1].used) != sums):
+        if rank < zero.ranks:
             runs.append(Run(rank, *sums))
     return runs
 
@@ -284,11 +284,10 @@ def stepped_at_once(zero: Zero) -> tuple[int, ...]:
     """Elements of the float32 tensors that a rank steps one after the other (``_create_fp16_sub_groups``)."""
     sub_groups: list[int] = []
     for numels in zero.groups:
-        shards = [chunk_rows(numel, zero.ranks) for numel in numels]
         filled = 0
-        for shard in shards:
-            filled += shard
-            if filled >= zero.sub_group and sum(shards) > zero.sub_group:
+        for numel in numels:
+            filled += chunk_rows(numel, zero.ranks)
+            if filled >= zero.sub_group:
                 sub_groups, filled = [*sub_groups, filled], 0
         sub_groups += [filled] if filled else []
     return tuple(sub_groups)

@@ -53,7 +53,7 @@ def optimizer(draft: Draft) -> Maker:
 
 def _type(draft: Draft, section: str) -> str:
     kind = draft.get(f"{section}.type", "")
-    return named(section, kind) or str(kind)
+    return named(section, kind) or str(kind) or "no type"
 
 
 def _spec(draft: Draft) -> OptimizerSpec | None:

@@ -100,7 +100,7 @@ def as_written(cfg: Config, facts: Facts) -> tuple[Draft, int]:
     try:
         draft.data = parse(draft.engine.config)
     except NotJsonError as error:
-        draft.flaw("not-json", f"The text is {error}.")
+        draft.flaw("not-json", f"The text cannot be read: {error}.")
     tidy(draft)
     within_limits(draft)
     arguments(draft)

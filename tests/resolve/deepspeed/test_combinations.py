@@ -17,15 +17,8 @@ from prepkit.steps import CreateOptimizer, InitializeDeepSpeed
 from prepkit.testing.tiny import tiny_facts
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
-SCHEDULER = {
-    "type": "WarmupDecayLR",
-    "params": {
-        "warmup_min_lr": "auto",
-        "warmup_max_lr": "auto",
-        "warmup_num_steps": "auto",
-        "total_num_steps": "auto",
-    },
-}
+AUTO = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+SCHEDULER = {"type": "WarmupDecayLR", "params": dict.fromkeys(AUTO, "auto")}
 LITERAL_OPTIMIZER = {"type": "AdamW", "params": {"lr": 0.5}}
 LITERAL_SCHEDULER = {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}
 SCHEDULERS = {
@@ -186,6 +179,14 @@ def test_a_warm_up_has_at_least_one_step() -> None:
     (step,) = (one.step for one in plan(cfg, facts).unwrap().steps if isinstance(one.step, InitializeDeepSpeed))
     said = {".".join(one.path): json.loads(one.value) for one in step.settings}
     assert said["scheduler.params.warmup_num_steps"] == 1  # SS-22: WarmupLR refuses 0
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_a_number_of_the_section_that_the_schedule_says_otherwise_is_told_but_for_the_highest_rate(name: str) -> None:
+    section = {"type": "WarmupDecayLR", "params": {**dict.fromkeys(AUTO, "auto"), name: 7}}
+    cfg, facts = pair({"optimizer": OPTIMIZER, "scheduler": section}, "D", "D")
+    told = [one.what for one in check(cfg, facts) if one.rule == "deepspeed.two-places"]
+    assert [f"`scheduler.params.{name}`" in what for what in told] == [True] * (name != "warmup_max_lr")
 
 
 def test_the_warm_up_ends_at_the_rate_of_the_optimizer_that_is_given() -> None:

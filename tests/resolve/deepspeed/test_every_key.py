@@ -1,12 +1,13 @@
 """What becomes of every key of DeepSpeed's config, with values right and wrong, at two stages.
 
-``golden/<section>.txt`` has for each key the outcomes, and the values that lead there: rules that refuse, else what
-DeepSpeed is given, and rules that warn.
+``golden/<section>.txt``, or the file of several in ``TOGETHER``, has for each key the outcomes, and values that lead
+there: rules that refuse, else what DeepSpeed is given, and rules that warn. ``golden/sentences.txt`` has their words.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ import pytest
 from returns.result import Success
 
 from prepkit import planner
-from prepkit.config import BF16, Config, DeepSpeed, Precision
+from prepkit.config import BF16, AdamW, Config, DeepSpeed, Precision
 from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.resolve.deepspeed.data import put
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
+from prepkit.resolve.deepspeed.working import working_config
 from prepkit.steps import InitializeDeepSpeed
 from prepkit.testing import tiny_facts, tiny_loader
 from tests.support.golden import assert_golden
@@ -113,10 +115,25 @@ def of_section(section: str, keys: tuple[str, ...]) -> Iterator[tuple[str, str, 
             yield path, path, value, data
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_a_key_of_a_section_has_the_outcomes_that_it_had(section: str) -> None:
-    text = table(of_section(section, (*SECTIONS[section], "no_such_key")))
-    assert_golden(GOLDEN / f"{section or 'top'}.txt", text)
+TOGETHER = {
+    "monitors": ("csv_monitor", "tensorboard", "wandb", "comet", "comms_logger"),
+    "timers": ("timers", "timers.throughput", "flops_profiler"),
+    "dtypes": ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types"),
+    "tensor_parallel": ("tensor_parallel", "tensor_parallel.tensor_parallel", "tensor_parallel.tp"),
+    "zero_optimization.offload": ("zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
+    "zero_optimization.more": ("zero_optimization.leaf_module", "zero_optimization.zenflow"),
+    "workings": ("activation_checkpointing", "aio", "hybrid_engine"),
+    "makers": ("optimizer", "scheduler"),
+}
+"""Small sections that are read in one file."""
+_PLACED = frozenset(section for sections in TOGETHER.values() for section in sections)
+FILES = TOGETHER | {section or "top": (section,) for section in SECTIONS if section not in _PLACED}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_key_of_a_section_has_the_outcomes_that_it_had(file: str) -> None:
+    text = "".join(table(of_section(section, (*SECTIONS[section], "no_such_key"))) for section in FILES[file])
+    assert_golden(GOLDEN / f"{file}.txt", text)
 
 
 @pytest.mark.parametrize("paths", [OPEN, REMOVED], ids=["open", "removed"])
@@ -137,3 +154,28 @@ def test_types_and_their_parameters_have_the_outcomes_that_they_had(section: str
                     yield kind, section, f"{name} {value}", {section: {"type": kind, "params": {name: value}}}
 
     assert_golden(GOLDEN / f"types-of-{section}.txt", table(cases(), ENGINES[1:]))
+
+
+def said(data: dict[str, Any]) -> dict[str, str]:
+    """Every sentence about a config, with what to type, to the rule that says it, or that it is a note."""
+    cfg = Config(engine=DeepSpeed(stage=2, config=data, micro_batch=1), optimizer=AdamW())
+    made = working_config(cfg, FACTS)
+    return dict.fromkeys(made.notes, "note") | {f"{one.what} {one.fix}".strip(): one.rule for one in made.flaws}
+
+
+def test_the_sentences_about_a_key_are_those_that_somebody_has_read() -> None:
+    usual = said({})
+    alike: dict[str, str] = {}
+    keys: dict[str, set[str]] = defaultdict(set)
+    for section, names in SECTIONS.items():
+        for _, path, value, data in of_section(section, (*names, "no_such_key", "_comment")):
+            for sentence, rule in said(data).items():
+                if sentence not in usual:
+                    kind = re.sub(rf"\b{re.escape(path)}\b|{re.escape(repr(value))}|\d\S*", "", f"{rule}: {sentence}")
+                    alike.setdefault(kind, f"{rule}: {sentence}")
+                    keys[kind].add(path)
+    lines = (
+        f"{sentence}\n  of {len(keys[kind])} keys: {', '.join(sorted(keys[kind])[:3])}\n"
+        for kind, sentence in alike.items()
+    )
+    assert_golden(GOLDEN / "sentences.txt", "".join(lines))
