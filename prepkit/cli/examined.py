@@ -29,9 +29,10 @@ from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import JSON, READERS, Imported, Source
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
+from prepkit.formats.launched_config import with_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import file_findings, script_findings, started, supposed, with_options
+from prepkit.formats.started import file_findings, script_findings, started, supposed
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs

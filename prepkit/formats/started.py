@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
@@ -14,7 +12,7 @@ from attrs import evolve, frozen
 from prepkit import rules
 from prepkit.findings import Finding
 from prepkit.formats.launcher_options import LAUNCHERS
-from prepkit.formats.launches import Argument, LaunchLine, Script
+from prepkit.formats.launches import LaunchLine, Script
 
 
 @frozen(kw_only=True)
@@ -78,21 +76,23 @@ def _whole(text: Any) -> int | None:
     return int(str(text)) if re.fullmatch(r"\d{1,9}", str(text)) else None
 
 
-def _given(launch: LaunchLine, name: str) -> int | None:
+def given_by(launch: LaunchLine, name: str) -> int | None:
     """What the line says, or its file: the line wins."""
     if name in launch.options:
         return _whole(launch.options[name].value)
     return _whole(launch.file.get(name, ""))
 
 
+SWITCHED = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+"""Option of accelerate's launcher to the distributed type that it chooses."""
 _SEVERAL = frozenset({"num_machines", "machine_rank", "main_process_ip", "config_file"})
 """Options of accelerate that tell of more machines than one, or may."""
 
 
 def _accelerate(launch: LaunchLine) -> _Sizes:
-    if launch.file.get("distributed_type") == "NO" and not _SWITCHED.keys() & launch.options.keys():
+    if launch.file.get("distributed_type") == "NO" and not SWITCHED.keys() & launch.options.keys():
         return 1, 1, 1  # whatever numbers are given
-    nodes, whole = _given(launch, "num_machines"), _given(launch, "num_processes")
+    nodes, whole = given_by(launch, "num_machines"), given_by(launch, "num_processes")
     if nodes is None and (launch.file or not (launch.by or _SEVERAL & launch.options.keys())):
         nodes = 1 if "num_machines" not in {*launch.options, *launch.file} else None
     return nodes, whole // nodes if nodes and whole and whole % nodes == 0 else None, whole
@@ -100,7 +100,7 @@ def _accelerate(launch: LaunchLine) -> _Sizes:
 
 def _torchrun(launch: LaunchLine) -> _Sizes:
     one = "nnodes" not in launch.options or "standalone" in launch.options
-    return 1 if one else _given(launch, "nnodes"), _given(launch, "nproc_per_node"), None
+    return 1 if one else given_by(launch, "nnodes"), given_by(launch, "nproc_per_node"), None
 
 
 def _deepspeed(launch: LaunchLine) -> _Sizes:
@@ -112,7 +112,7 @@ def _deepspeed(launch: LaunchLine) -> _Sizes:
         return len(slots), counts[0] if len(set(counts)) == 1 and plain else None, sum(counts) if plain else None
     one = not {"num_nodes", "hostfile", "H", "exclude", "e"} & launch.options.keys()
     gpus = "num_gpus" if "num_gpus" in launch.options else "num_accelerators"
-    return _given(launch, "num_nodes") or (1 if one else None), _given(launch, gpus), None
+    return given_by(launch, "num_nodes") or (1 if one else None), given_by(launch, gpus), None
 
 
 def _axolotl(launch: LaunchLine) -> _Sizes:
@@ -203,86 +203,6 @@ def _on_cpu(launch: LaunchLine) -> bool:
 
 
 _ON_GPUS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "TP")
-
-
-# --- options over the config of accelerate ---------------------------------------------------------------------------
-
-_SWITCHED = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
-"""Option to the distributed type that it chooses."""
-_OF_DEEPSPEED = frozenset(
-    {"zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "zero3_init_flag"}
-    | {"offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
-)
-
-
-def with_options(launch: LaunchLine) -> tuple[dict[str, Any], dict[str, Any], tuple[Argument, ...]]:
-    """The config of accelerate, the same with the options of the line over it as its launcher makes it, and those.
-
-    Only what differs counts: an option that says the same as the file, or that nothing reads under the distributed
-    type, changes nothing; nor does one that is known when it runs only. A line that names no config is one itself
-    where it says which distributed type it starts.
-    """
-    before = _before(launch)
-    data = deepcopy(before)
-    if launch.launcher != "accelerate" or not data:
-        return before, data, ()
-    kind = next((kind for name, kind in _SWITCHED.items() if name in launch.options), str(data.get("distributed_type")))
-    inner = data.get("deepspeed_config")
-    named = bool(isinstance(inner, dict) and inner.get("deepspeed_config_file"))
-    over = []
-    for name, option in launch.options.items():
-        path = _path(name, kind, beside_json=named)
-        if path is None or "$" in str(option.value) or (named and kind == "DEEPSPEED" and option.value == "no"):
-            continue
-        if len(path) > 1 and not isinstance(data.get(path[0]), dict):
-            data[path[0]] = {}
-        section = data if len(path) == 1 else data[path[0]]
-        value = kind if name in _SWITCHED else option.value
-        key = next((one for one in (path[-1], path[-1].partition("_")[2]) if one in section), path[-1])
-        if str(section.get(key)).casefold() != str(value).casefold():
-            section[key] = _typed(value)
-            over.append(option)
-    return before, data, tuple(over)
-
-
-def _before(launch: LaunchLine) -> dict[str, Any]:
-    """What the options of a line stand over: its file; without one the least that a config says."""
-    if launch.file or "config_file" in launch.options:
-        return deepcopy(dict(launch.file))
-    kind = next((kind for name, kind in _SWITCHED.items() if name in launch.options), "")
-    numbers = {name: number for name in ("num_processes", "num_machines") if (number := _given(launch, name))}
-    json = launch.options.get("deepspeed_config_file")
-    if not kind or (json is not None and kind != "DEEPSPEED"):
-        return {}
-    if json is None:
-        return {"distributed_type": kind, **numbers}
-    place = next((one.place for one in launch.configs if one.path == json.value), None)
-    inner = {"deepspeed_config": {"deepspeed_config_file": str(Path(place).resolve())}} if place is not None else None
-    return {} if inner is None else {"distributed_type": kind, **numbers, **inner}
-
-
-def _path(name: str, kind: str, *, beside_json: bool) -> tuple[str, ...] | None:
-    """Where the config has what an option says; None: it says nothing of the config, or how many processes start."""
-    if name == "mixed_precision":
-        return (name,)
-    if name in _SWITCHED:
-        return ("distributed_type",)
-    if name.startswith("fsdp_") and kind == "FSDP":
-        return ("fsdp_config", name)
-    if name in _OF_DEEPSPEED and kind == "DEEPSPEED" and not beside_json:
-        return ("deepspeed_config", name)
-    if name.startswith("dynamo_"):
-        return ("dynamo_config", name)
-    return ("parallelism_config", name) if name.startswith("parallelism_config_") and kind == "FSDP" else None
-
-
-def _typed(value: str | bool) -> str | bool | int | float:
-    """As YAML reads it."""
-    if isinstance(value, str) and value.casefold() in ("true", "false"):
-        return value.casefold() == "true"
-    if isinstance(value, str) and re.fullmatch(r"-?\d{1,12}(\.\d{1,12})?", value):
-        return float(value) if "." in value else int(value)
-    return value
 
 
 # --- what Slurm gives ------------------------------------------------------------------------------------------------

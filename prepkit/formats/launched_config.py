@@ -1,0 +1,86 @@
+"""The config that accelerate's launcher makes of its file and of the options over it."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from prepkit.formats.launches import Argument, LaunchLine
+from prepkit.formats.started import SWITCHED, given_by
+
+_OF_DEEPSPEED = frozenset(
+    {"zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "zero3_init_flag"}
+    | {"offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model"}
+)
+
+
+def with_options(launch: LaunchLine) -> tuple[dict[str, Any], dict[str, Any], tuple[Argument, ...]]:
+    """The config of accelerate, the same with the options of the line over it as its launcher makes it, and those.
+
+    Only what differs counts: an option that says the same as the file, or that nothing reads under the distributed
+    type, changes nothing; nor does one that is known when it runs only. A line that names no config is one itself
+    where it says which distributed type it starts.
+    """
+    before = _before(launch)
+    data = deepcopy(before)
+    if launch.launcher != "accelerate" or not data:
+        return before, data, ()
+    kind = next((kind for name, kind in SWITCHED.items() if name in launch.options), str(data.get("distributed_type")))
+    inner = data.get("deepspeed_config")
+    named = bool(isinstance(inner, dict) and inner.get("deepspeed_config_file"))
+    over = []
+    for name, option in launch.options.items():
+        path = _path(name, kind, beside_json=named)
+        if path is None or "$" in str(option.value) or (named and kind == "DEEPSPEED" and option.value == "no"):
+            continue
+        if len(path) > 1 and not isinstance(data.get(path[0]), dict):
+            data[path[0]] = {}
+        section = data if len(path) == 1 else data[path[0]]
+        value = kind if name in SWITCHED else option.value
+        key = next((one for one in (path[-1], path[-1].partition("_")[2]) if one in section), path[-1])
+        if str(section.get(key)).casefold() != str(value).casefold():
+            section[key] = _typed(value)
+            over.append(option)
+    return before, data, tuple(over)
+
+
+def _before(launch: LaunchLine) -> dict[str, Any]:
+    """What the options of a line stand over: its file; without one the least that a config says."""
+    if launch.file or "config_file" in launch.options:
+        return deepcopy(dict(launch.file))
+    kind = next((kind for name, kind in SWITCHED.items() if name in launch.options), "")
+    numbers = {name: number for name in ("num_processes", "num_machines") if (number := given_by(launch, name))}
+    json = launch.options.get("deepspeed_config_file")
+    if not kind or (json is not None and kind != "DEEPSPEED"):
+        return {}
+    if json is None:
+        return {"distributed_type": kind, **numbers}
+    place = next((one.place for one in launch.configs if one.path == json.value), None)
+    inner = {"deepspeed_config": {"deepspeed_config_file": str(Path(place).resolve())}} if place is not None else None
+    return {} if inner is None else {"distributed_type": kind, **numbers, **inner}
+
+
+def _path(name: str, kind: str, *, beside_json: bool) -> tuple[str, ...] | None:
+    """Where the config has what an option says; None: it says nothing of the config, or how many processes start."""
+    if name == "mixed_precision":
+        return (name,)
+    if name in SWITCHED:
+        return ("distributed_type",)
+    if name.startswith("fsdp_") and kind == "FSDP":
+        return ("fsdp_config", name)
+    if name in _OF_DEEPSPEED and kind == "DEEPSPEED" and not beside_json:
+        return ("deepspeed_config", name)
+    if name.startswith("dynamo_"):
+        return ("dynamo_config", name)
+    return ("parallelism_config", name) if name.startswith("parallelism_config_") and kind == "FSDP" else None
+
+
+def _typed(value: str | bool) -> str | bool | int | float:
+    """As YAML reads it."""
+    if isinstance(value, str) and value.casefold() in ("true", "false"):
+        return value.casefold() == "true"
+    if isinstance(value, str) and re.fullmatch(r"-?\d{1,12}(\.\d{1,12})?", value):
+        return float(value) if "." in value else int(value)
+    return value
