@@ -39,6 +39,12 @@ class Factor:
     """Parts of the value that may be the loss's own: multiplications by less than one, and a mean of several losses."""
 
 
+def seed_of(loss: Tensor, gradient: Any) -> float:
+    """The number by which ``loss.backward(gradient)`` multiplies a loss of one element."""
+    given = gradient[0] if isinstance(gradient, tuple | list) and gradient else gradient
+    return float(given) if isinstance(given, Tensor) and loss.numel() == 1 else 1.0
+
+
 def factor_of(loss: Tensor) -> Factor:
     """The product of all numbers that the loss was multiplied with, back to what a loss function has returned.
 

@@ -42,7 +42,7 @@ from prepkit.proving.hooks import (
     with_closure,
     with_gradients,
 )
-from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of
+from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of, seed_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
@@ -338,7 +338,7 @@ class Recorder:
         self._micros.append(
             Micro(
                 loss=loss / factor.value if factor.value else loss,
-                factor=factor.value,
+                factor=factor.value * seed_of(losses[0], args[0] if args else kwargs.get("grad_tensors")),
                 total=total and self._tokens is None,
                 tokens=self._tokens,
                 count=factor.count,

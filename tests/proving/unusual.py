@@ -662,6 +662,71 @@ def norms_that_rest_in_the_second_micro_batch(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def summed_over_ranks(model: nn.Module, by: float = 1.0) -> None:
+    for param in model.parameters():
+        dist.all_reduce(param.grad)
+        assert param.grad is not None
+        param.grad /= by
+
+
+def weighed_by_samples_and_summed(rank: int, world: int) -> Window:
+    """Each micro-batch by its share of the samples of all ranks; with sizes of its own."""
+    model = net()
+    optimizer, sizes = adam(model), ((4, 2), (3, 1))[rank]
+
+    def train() -> None:
+        for size, (x, y) in zip(sizes, micros(2), strict=True):
+            (functional.cross_entropy(model(x[:size]), y[:size]) * (size / 10)).backward()
+        summed_over_ranks(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def sums_divided_by_all_tokens(rank: int, world: int) -> Window:
+    model = net()
+    optimizer, sizes = adam(model), ((4, 2), (3, 1))[rank]
+
+    def train() -> None:
+        for size, (x, y) in zip(sizes, micros(2), strict=True):
+            functional.cross_entropy(model(x[:size]), y[:size], reduction="sum").backward()
+        summed_over_ranks(model, by=10)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def divided_by_what_backward_is_given(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(3):
+            loss_of(model, batch).backward(torch.tensor(1 / 3))
+        optimizer.step()
+
+    return Window(model, train)
+
+
+class Keeps(nn.Module):
+    """Keeps a loss of its own beside what it returns, as the router of a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 4)
+        self.own = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        self.own = shares.mean(0).square().sum()
+        return self.head(x) * shares[:, :1]  # type: ignore[no-any-return]
+
+
+def a_loss_that_a_layer_keeps(rank: int, world: int) -> Window:
+    model = DDP(Keeps())
+    return trained(model, loss=lambda one, batch: loss_of(one, batch) + 0.01 * model.module.own)
+
+
 def lent(average: Callable[[nn.Module], object]) -> Window:
     """To a module of which nothing trains, by ``functional_call``."""
     model = net()
@@ -711,6 +776,10 @@ RIGHT_UNUSUAL = (
     one_block_three_times,
     weights_that_are_lent,
     norms_that_rest_in_the_second_micro_batch,
+    weighed_by_samples_and_summed,
+    sums_divided_by_all_tokens,
+    divided_by_what_backward_is_given,
+    a_loss_that_a_layer_keeps,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),

@@ -201,7 +201,11 @@ class _Aim:
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
-            return None if parts and ratio < 1 else _of_ratio(self.facts, ratio, self.clipping, copy)
+            if (parts and ratio < 1) or near(ratio * _whole(self.facts), 1.0):
+                return None
+            found = _of_ratio(self.facts, ratio, self.clipping, copy)
+            beside = found.rule == "prove.ratio" and one.name in self.facts.outside  # which is told as a limit
+            return None if beside else found
         plain = tuple(a / self.clipping for a in sums)
         for cause, other in (
             *_clipped_apart(self.facts, plain),
@@ -248,6 +252,16 @@ class _Aim:
         by, off = along / one.weight_square, _distance(one, copy, self.sums)
         rest = sqrt(max(off**2 - by**2 * one.weight_square, 0.0))
         return by if by > 0 and rest <= max(allowed, 1e-3 * off) else None
+
+
+def _whole(facts: ProofFacts) -> float:
+    """What all samples weigh together, averaged over the ranks: 1 in a mean; 0 where the losses do not say so."""
+    weights = [(share.each, share.count) for share in facts.shares]
+    return (
+        sum(abs(each or 0.0) * (count or 0.0) for each, count in weights) / facts.world
+        if all(None not in weight for weight in weights)
+        else 0.0
+    )
 
 
 def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Cause:
