@@ -392,7 +392,7 @@ RULES: tuple[Rule, ...] = (
     _row(
         "prove.micro-batch",
         "Every micro-batch of a step counts in its gradients.",
-        "Clear gradients after the step alone, step after the last micro-batch, and leave no_sync() before its backward.",
+        "Clear gradients after the step alone, step after the last micro-batch, and leave no_sync() before that.",
         micro_batch,
     ),
     _row(
