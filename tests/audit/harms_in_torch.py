@@ -250,6 +250,24 @@ def padded(*, masked: bool) -> Callable[[], float]:
     return loss
 
 
+def labelled(*, shifted: bool) -> Callable[[], float]:
+    """How likely the next number is, after a model has counted upwards for a while."""
+
+    def loss() -> float:
+        model, ids = language_model(), torch.arange(1, 33).reshape(4, 8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        given, labels = (ids[:, :-1], ids[:, 1:].contiguous()) if shifted else (ids, ids)
+        for _ in range(20):
+            taken = model(input_ids=given, labels=labels).loss
+            optimizer.zero_grad()
+            taken.backward()
+            optimizer.step()
+        with torch.no_grad():
+            return float(model.eval()(input_ids=ids, labels=ids).loss)
+
+    return loss
+
+
 # --- processes ---
 
 
@@ -302,6 +320,7 @@ SLIPS: tuple[Slip, ...] = (
     Slip("run.loaded-nothing", "nothing is loaded", loaded(prefix="module."), loaded(prefix="")),
     Slip("run.workers-alike", "each sample is read twice", read_by(2), read_by(0)),
     Slip("run.samples-odd", "pads are read as text", padded(masked=False), padded(masked=True)),
+    Slip("run.text-odd", "the token after next is learnt", labelled(shifted=True), labelled(shifted=False)),
     Slip(
         "run.no-group",
         "two models are trained",
