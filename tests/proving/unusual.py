@@ -683,6 +683,21 @@ def weighed_by_samples_and_summed(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def weighed_by_samples_and_summed_but_for_one(rank: int, world: int) -> Window:
+    model = net()
+
+    def train() -> None:
+        for size, (x, y) in zip(((4, 2), (3, 1))[rank], micros(2), strict=True):
+            (functional.cross_entropy(model(x[:size]), y[:size]) * (size / 10)).backward()
+        summed_over_ranks(model)
+        assert model.head.weight.grad is not None
+        model.head.weight.grad /= world
+        optimizer.step()
+
+    optimizer = adam(model)
+    return Window(model, train)
+
+
 def sums_divided_by_all_tokens(rank: int, world: int) -> Window:
     model = net()
     optimizer, sizes = adam(model), ((4, 2), (3, 1))[rank]
@@ -813,6 +828,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (clipped_by_what_each_rank_holds, "prove.clipped-scaled", "scaled by each rank by a number of its own"),
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),
+    (weighed_by_samples_and_summed_but_for_one, "prove.summed", "2.000 x"),
     (lent_and_not_averaged, "prove.not-averaged", "All gradients are each rank's own"),
     (summed_over_its_samples_on_rank_1, "prove.unlike-losses", "Every loss of rank 1 weighs 6.00 x one of rank 0"),
 )

@@ -201,7 +201,7 @@ class _Aim:
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
-            if (parts and ratio < 1) or near(ratio * _whole(self.facts), 1.0):
+            if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
             found = _of_ratio(self.facts, ratio, self.clipping, copy)
             beside = found.rule == "prove.ratio" and one.name in self.facts.outside  # which is told as a limit
@@ -226,6 +226,13 @@ class _Aim:
         cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
         off = _distance(one, copy, sums) / size if size else 0.0
         return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine, off=off)
+
+    def all_weigh_one(self) -> bool:
+        """Whether every gradient is such a multiple of its mean over ranks that all samples together weigh one."""
+        whole = _whole(self.facts)
+        seen = (one for one in self.facts.gradients if one.dots)
+        told = (one for one in seen if sqrt(_square(one.gram, self.sums)) > 3 * self.allowed(one))
+        return all(near(_fitted(one, 0, self.sums) * whole, 1.0) for one in told)
 
     def scaled_apart(self, one: GradientProof) -> Cause | None:
         """The cause where each rank has scaled the part that it holds by a number of its own; None: that is not so."""
