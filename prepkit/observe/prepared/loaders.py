@@ -138,7 +138,7 @@ def first_sample(data: Any, config: Any) -> OddSample:
 def odd_batch(given: Mapping[str, Any], config: Any) -> OddSample:
     """Return what is wrong in the first samples of a batch that such a model is called with, by keyword."""
     tensors = {name: given[name] for name in TEXT if isinstance(given.get(name), Tensor) and given[name].dim() == 2}
-    rows: list[dict[str, list[int]]] = [{} for _ in range(min(ROWS, *map(len, tensors.values()), ROWS))]
+    rows: list[dict[str, list[int]]] = [{} for _ in range(min((ROWS, *map(len, tensors.values()))))]
     for name, tensor in tensors.items():
         for row, values in zip(rows, tensor[:ROWS].tolist(), strict=False):
             row[name] = values

@@ -263,12 +263,8 @@ class _Aim:
 
 def _whole(facts: ProofFacts) -> float:
     """What all samples weigh together, averaged over the ranks: 1 in a mean; 0 where the losses do not say so."""
-    weights = [(share.each, share.count) for share in facts.shares]
-    return (
-        sum(abs(each or 0.0) * (count or 0.0) for each, count in weights) / facts.world
-        if all(None not in weight for weight in weights)
-        else 0.0
-    )
+    known = [abs(one.each) * one.count for one in facts.shares if one.each is not None and one.count is not None]
+    return sum(known) / facts.world if len(known) == len(facts.shares) else 0.0
 
 
 def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Cause:
