@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from attrs import evolve, field, frozen
@@ -32,7 +32,7 @@ from prepkit.formats.importers.training_arguments import read_options
 from prepkit.formats.launched_config import with_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import file_findings, script_findings, started, supposed
+from prepkit.formats.started import file_findings, processes_said, script_findings, started, supposed
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs
@@ -96,8 +96,8 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
         if one.kind == "deepspeed":
             real = _real(one.path)
             alone = real not in named.by or real in sizes
-            return named.told(_config(one, cluster, sizes.get(real, ()), kind) if alone else Checked(found=one))
-        return named.held(_config(one, cluster, sizes.get(_real(one.path), ()), kind))
+            return named.told(_config(one, cluster, sizes.get(real, {}), kind) if alone else Checked(found=one))
+        return named.held(_config(one, cluster, sizes.get(_real(one.path), {}), kind))
 
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         try:
@@ -177,11 +177,8 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
     every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
     founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
     if len(paths) == 1 and not founds and not Path(paths[0]).is_dir():
-        founds = [
-            Found(
-                path=paths[0], sort="script" if is_script(paths[0]) else "config", kind=kind or "", why="it was named"
-            )
-        ]
+        sort: Literal["script", "config"] = "script" if is_script(paths[0]) else "config"
+        founds = [Found(path=paths[0], sort=sort, kind=kind or "", why="it was named")]
     if kind is not None:
         founds = [evolve(one, sort="config", kind=kind, why="--from says so") for one in founds]
     return founds
@@ -189,9 +186,9 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
 
 def _started(
     scripts: Iterable[Script],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[NamedFile, ...]], tuple[Found, ...]]:
-    """World sizes that scripts start a config with; the configs that are not there; and those that are."""
-    sizes: dict[str, tuple[int, ...]] = {}
+) -> tuple[dict[str, dict[int, str]], dict[str, tuple[NamedFile, ...]], tuple[Found, ...]]:
+    """World sizes that scripts start a config with, and where; the configs that are not there; and those that are."""
+    sizes: dict[str, dict[int, str]] = {}
     missing: dict[str, tuple[NamedFile, ...]] = {}
     there: dict[str, Found] = {}
     for script in scripts:
@@ -209,7 +206,7 @@ def _started(
                     continue
                 there.setdefault(place, evolve(one, why=why))
                 if processes and not (place.endswith(".json") and _trained(launch)):
-                    sizes[_real(place)] = tuple(dict.fromkeys((*sizes.get(_real(place), ()), processes)))
+                    sizes.setdefault(_real(place), {}).setdefault(processes, processes_said(script.path, launch))
     return sizes, missing, tuple(there.values())
 
 
@@ -252,7 +249,7 @@ def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Check
         if options := _trained(launch):
             read = cli_refusal.attempt(functools.partial(read_options, one.path, options))
             processes = started(launch).processes
-            found = _judged(one, cluster, read, (processes,) if processes else ())
+            found = _judged(one, cluster, read, {processes: processes_said(script.path, launch)} if processes else {})
             checked = evolve(
                 checked,
                 findings=_once((*checked.findings, *found.findings)),
@@ -276,17 +273,10 @@ def _with_options(checked: Checked, script: Script, cluster: Cluster) -> Checked
             continue
         path = script.path if named is None or named.place is None else named.place
         file = Found(path=path, sort="config", kind="accelerate", why="")
-        before, after = (
-            _judged(
-                file,
-                cluster,
-                cli_refusal.attempt(
-                    functools.partial(_accelerate, Source(path, json.dumps(one, default=str), JSON), launch)
-                ),
-                (processes,) if processes else (),
-            )
-            for one in configs
-        )
+        sizes = {processes: processes_said(script.path, launch)} if processes else {}
+        sources = (Source(path, json.dumps(one, default=str), JSON) for one in configs)
+        reads = (cli_refusal.attempt(functools.partial(_accelerate, source, launch)) for source in sources)
+        before, after = (_judged(file, cluster, read, sizes) for read in reads)
         known = {(finding.rule, finding.what) for _, finding in (*before.findings, *before.beyond)}
         new = [finding for _, finding in after.findings if (finding.rule, finding.what) not in known]
         checked = evolve(checked, findings=_once((*checked.findings, *(_of_option(script, one, over) for one in new))))
@@ -338,7 +328,7 @@ def _in_plan(file: str, where: str) -> str:
     return where if above is None else f"{file}:$.{above}.{where}"
 
 
-def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | None) -> Checked:
+def _config(one: Found, cluster: Cluster, sizes: Mapping[int, str], kind: str | None) -> Checked:
     read = cli_import.read(one.path, kind or one.kind or None)
     kind = read.kind if isinstance(read, Imported) else read.rest.kind if isinstance(read.rest, Imported) else one.kind
     checked = _judged(evolve(one, kind=kind or "nothing known"), cluster, read, sizes)
@@ -348,7 +338,7 @@ def _config(one: Found, cluster: Cluster, sizes: tuple[int, ...], kind: str | No
     return evolve(checked, findings=(*checked.findings, *_placed(one, alone)))
 
 
-def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: tuple[int, ...]) -> Checked:
+def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: Mapping[int, str]) -> Checked:
     said = read.findings if isinstance(read, PlanRejected) else read.notes
     imported = read.rest if isinstance(read, PlanRejected) else read
     if not isinstance(imported, Imported):
@@ -359,7 +349,9 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     theirs = (finding for finding in asked.said if finding.rule not in imported.seen_to)
     found = [finding for finding in theirs if not f"{finding.where}.".startswith(unread or ("\n",))]
     written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
-    every = tuple(map(imported.worded, written))
+    own = {imported.world_size: processes_said(one.path)} if imported.world_size else {}
+    ranks = {} if cluster.sizes else sizes or own
+    every = tuple(_with_ranks(imported.worded(finding), ranks) for finding in written)
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
 
 
@@ -390,7 +382,7 @@ class _Asked:
     said: tuple[Finding, ...]
 
 
-def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: tuple[int, ...]) -> _Asked:
+def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: Mapping[int, str]) -> _Asked:
     """Return what every rule says that can be asked: with the model that the file names, or without one."""
     from prepkit.rules.without_model import ask
 
@@ -455,8 +447,16 @@ def _with_origin(finding: Finding, written: tuple[Origin, ...]) -> Finding:
     return evolve(finding, origin=str(origin_of(written, finding.where, finding.what) or ""))
 
 
+def _with_ranks(finding: Finding, ranks: Mapping[int, str]) -> Finding:
+    """The finding with the place that says how many ranks there are, where it counts them and lies elsewhere itself."""
+    told = re.search(r"\b(\d{1,9}) ranks\b", finding.what)
+    if told is None or (by := ranks.get(int(told[1]))) is None or by in f"{finding.where} {finding.origin}":
+        return finding
+    return evolve(finding, what=f"{finding.what.rstrip('.')}; {told[0]} by {by}.")
+
+
 def _environments(
-    cluster: Cluster, imported: Imported, sizes: tuple[int, ...]
+    cluster: Cluster, imported: Imported, sizes: Mapping[int, str]
 ) -> tuple[tuple[Env, frozenset[str]], ...]:
     """What is declared of the cluster, by the command line, the scripts that start it and the file, in this order."""
     given: dict[str, Any] = {
@@ -467,7 +467,7 @@ def _environments(
         "torch": cluster.torch,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    every = cluster.sizes or sizes or ((imported.world_size,) if imported.world_size else ())
+    every = cluster.sizes or tuple(sizes) or ((imported.world_size,) if imported.world_size else ())
     if not every:
         return ((Env.declare(world_size=1, **given), frozenset(given)),)
     return tuple((Env.declare(world_size=size, **given), frozenset({"world_size", *given})) for size in every)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
 
 from prepkit import rules
 from prepkit.findings import Finding
+from prepkit.formats.importers.positions import positions
+from prepkit.formats.importers.source import read
 from prepkit.formats.launcher_options import LAUNCHERS
 from prepkit.formats.launches import LaunchLine, Script
 
@@ -68,6 +71,21 @@ def started(launch: LaunchLine) -> Started:
     )
 
 
+def processes_said(path: str, launch: LaunchLine | None = None) -> str:
+    """Where it is said how many processes start: on a line of a script, or in the config of accelerate that it names.
+
+    Without a line in that config, whose ``path`` it is then.
+    """
+    if launch is not None:
+        named = launch.config_file if launch.launcher == "accelerate" and not _COUNTS & launch.options.keys() else None
+        if named is None or named.place is None:
+            return f"{path}:{launch.line}:{launch.column}"
+        path = named.place
+    where = positions(read(path).text, Path(path).suffix.lower()).get("num_processes")
+    return path if where is None else f"{path}:{where[0]}:{where[1]}"
+
+
+_COUNTS = frozenset({"num_processes", "num_machines"})
 _Sizes = tuple[int | None, int | None, int | None]
 """Machines, processes on one of them, and all processes."""
 
@@ -308,7 +326,7 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     where = f"{script.path}:{launch.line}:{launch.column}"
     starts, given = started(launch), share(script.slurm, launch)
     nodes, whole = starts.nodes, starts.processes
-    on_line = {"num_processes", "num_machines"} & launch.options.keys()
+    on_line = _COUNTS & launch.options.keys()
     if launch.launcher == "accelerate" and on_line and nodes and whole and whole % nodes:
         machines, processes = _as_written(launch, "num_machines", nodes), _as_written(launch, "num_processes", whole)
         what = f"{processes} are all processes together, and {machines} does not divide them"

@@ -519,3 +519,30 @@ def test_heads_that_do_not_divide_the_width_are_told_of_the_config_of_the_model(
         found = [one for one in json.loads(result.stdout)["findings"] if one["rule"] == "model.sizes"]
         places = [(Path(one["file"]).as_posix(), one["line"], one["column"]) for one in found]
         assert places == [("m/config.json", 7, 2)], result.stdout
+
+
+_BATCH = {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+_FILE = "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (None, "acc.yaml:2:1"),
+        ("accelerate launch --config_file acc.yaml train.py", "acc.yaml:2:1"),
+        ("accelerate launch --config_file acc.yaml --num_processes 4 train.py", "run.sh:2:1"),
+        ("deepspeed --num_gpus 4 train.py --deepspeed ds.json", "run.sh:2:1"),
+    ],
+)
+def test_a_batch_that_several_files_make_names_the_place_of_its_ranks(
+    folder: Path, line: str | None, said: str
+) -> None:
+    Path("ds.json").write_text(json.dumps(_BATCH | {"zero_optimization": {"stage": 2}}))
+    if line is None or "acc.yaml" in line:
+        Path("acc.yaml").write_text(_FILE)
+    if line is not None:
+        Path("run.sh").write_text(f"#!/bin/bash\n{line}\n")
+    found = json.loads(run("check", ".", "--json").stdout)["findings"]
+    batches = [one for one in found if one["rule"] == "deepspeed.batch"]
+    assert {one["file"] for one in batches} == {"ds.json"}
+    assert any(f"ranks by {said}." in one["what"] for one in batches), batches
