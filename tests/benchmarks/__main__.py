@@ -269,5 +269,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 
 if __name__ == "__main__":
+    if unknown := [name for name in sys.argv[1:] if name not in TABLES]:
+        sys.exit(f"{', '.join(unknown)}: no such table; there are {', '.join(TABLES)}")
     for chosen in sys.argv[1:] or TABLES:
         Console().print(TABLES[chosen]())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from prepkit.config import Intent
 from prepkit.resolve import loaders
 from prepkit.resolve.deepspeed.data import drop, put
 from prepkit.resolve.deepspeed.flaws import WHERE, Draft
@@ -49,6 +50,9 @@ def batches(draft: Draft, ranks: int) -> None:
             return
         micro = whole // (steps * ranks)
         draft.fill(MICRO, micro, f"{whole} samples / ({steps} accumulation x {ranks} ranks)")
+    if micro is None and draft.cfg.intent is Intent.INFERENCE:
+        micro = 1
+        draft.fill(MICRO, micro, "nothing is trained, and DeepSpeed asks for a number")
     if micro is None:
         what = f"Nothing says how many samples a rank sees at once: no loader, no `{MICRO}`, no `{WHOLE}`."
         fix = (
@@ -81,7 +85,7 @@ def _micro(draft: Draft, ranks: int) -> int | None:
             fix = f'Write "auto" or remove it, or build the loader with batch_size={said} (--batch-size {said}).'
             draft.flaw("two-places", what, fix, "config.engine.micro_batch" if asked is not None else WHERE)
         return said
-    if draft.facts.loaders and not sizes:
+    if draft.facts.loaders and not sizes and draft.cfg.intent is not Intent.INFERENCE:
         where = "loaders[0].batch_size"
         what = f'`{MICRO}` is "auto", but no loader has a batch_size: they make batches of their own.'
         draft.flaw("no-micro-batch", what, "Write DeepSpeed(micro_batch=4) with the size of those batches.", where)

@@ -330,6 +330,14 @@ def test_loaders_with_batches_of_their_own_and_no_loader_at_all_leave_the_micro_
     assert not batch({}, world=2, loaders=(custom,), micro_batch=3).flaws
 
 
+def test_a_model_that_is_only_asked_needs_no_micro_batch() -> None:
+    """A teacher, say; DeepSpeed wants a number and makes nothing of it."""
+    custom = tiny_loader(batch_size=None, custom_batches=True)
+    for loaders in ((), (custom,)):
+        asked = batch({}, world=2, loaders=loaders, stage=3, cfg_intent=Intent.INFERENCE)
+        assert (numbers(asked), asked.flaws) == ((1, 1, 2), ())
+
+
 # --- one owner each ------------------------------------------------------------------------------------------------
 
 

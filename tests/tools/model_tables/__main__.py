@@ -2,7 +2,7 @@
 
 Each table is tried on models at unseen sizes; one that does not give their facts exactly is not written.
 ``--check [DRAWS]`` draws again for every table that is there, and writes nothing. ``--needs`` asks anew which sizes of
-a config have to divide which, for every table that is there.
+a config have to divide which, for every table that is there. ``--all-classes``: four of a type in the place of one.
 """
 
 from __future__ import annotations
@@ -191,6 +191,8 @@ def text(data: Any, depth: int = 0) -> str:
 
 
 if __name__ == "__main__":
+    if unknown := {one for one in sys.argv[1:] if one.startswith("-")} - {"--check", "--needs", "--all-classes"}:
+        sys.exit(f"{', '.join(sorted(unknown))}?\n{__doc__}")
     arguments = [one for one in sys.argv[1:] if not one.startswith("-")]
     if "--check" in sys.argv:
         draws = [int(one) for one in arguments if one.isdecimal()]
