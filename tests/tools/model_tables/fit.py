@@ -16,6 +16,8 @@ Where = tuple[int, tuple[int, ...]]
 
 KNOWN_QUOTIENTS = (
     ("hidden_size", "num_attention_heads", False),
+    ("hidden_size", "num_heads", False),
+    ("embed_dim", "num_heads", False),
     ("n_embd", "n_head", False),
     ("image_size", "patch_size", True),
 )
@@ -309,7 +311,7 @@ class _Base:
     def _conditions_of_counts(self) -> Iterator[tuple[str, list[bool]]]:
         columns = self._columns
         counts = [INDICES[depth] for depth in range(len(self.counts[0]))]
-        small = {name: values for name, values in self._numbers.items() if values.max(initial=0) < 64}
+        small = {name: values for name, values in self._numbers.items() if values.max(initial=0) < 2 * FEW}
         for i in counts:
             index = self._numbers[i]
             for number in range(4):
