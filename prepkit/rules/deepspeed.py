@@ -346,11 +346,20 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="deepspeed.tensor-parallel",
-        summary="The tensor-parallel size, and that of a group of ZeRO++, divide the world size.",
+        summary="Ranks of a tensor-parallel group, of one sequence, and of a group of ZeRO++ divide the world size.",
         check=flaws("tensor-parallel"),
         fix="Write a size that divides the world size.",
         overridable=False,
         source=("DS-3", "G-61", "K-DS16"),
+    ),
+    Rule(
+        id="deepspeed.sequence-parallel",
+        summary="Every rank reads sequences of its own.",
+        lawful="DeepSpeed cuts sequences over ranks where its caller makes the groups",
+        check=flaws("sequence-parallel"),
+        fix="Remove sequence_parallel_size.",
+        overridable=False,
+        source=("deepspeed/runtime/config.py DeepSpeedConfig",),
     ),
     Rule(
         id="deepspeed.msamp",

@@ -210,7 +210,21 @@ def _ranks(draft: Draft) -> int:
         what = f"`tensor_parallel.autotp_size` = {tensor} does not divide the world size {world}."
         draft.flaw("tensor-parallel", what, "Write a size that divides it, or start other processes.")
         return world
-    return world // tensor
+    return _with_sequences(draft, world // tensor)
+
+
+def _with_sequences(draft: Draft, ranks: int) -> int:
+    """Data-parallel ranks where several share a sequence, as DeepSpeed counts them (deepspeed/runtime/config.py)."""
+    together = draft.get("sequence_parallel_size", 1)
+    if together < 2:
+        return ranks
+    what = f"`sequence_parallel_size` = {together}: prepkit cuts no sequences over ranks."
+    draft.flaw("sequence-parallel", what)
+    if ranks % together:
+        what = f"`sequence_parallel_size` = {together} does not divide {ranks} ranks."
+        draft.flaw("tensor-parallel", what, "Write a size that divides them, or start other processes.")
+        return ranks
+    return int(ranks // together)
 
 
 def _hidden(draft: Draft) -> None:

@@ -69,6 +69,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
         engine_offload_optimizer="cpu", optimizer=tiny_optimizer(tiny_model(), "SGD", "torch.optim.sgd")
     ),
     "deepspeed.tensor-parallel": lambda: _deepspeed('{"tensor_parallel": {"autotp_size": 4}}', world=6),
+    "deepspeed.sequence-parallel": lambda: _deepspeed('{"sequence_parallel_size": 2}', world=4),
     "deepspeed.turned-off": lambda: _deepspeed('{"fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}'),
     "deepspeed.stage-0-16-bit": lambda: _deepspeed(stage=0, precision=BF16()),
     "deepspeed.msamp": lambda: float8(evolve(_MSAMP, engine=DeepSpeed(stage=3, micro_batch=4)), world=2),
