@@ -224,14 +224,17 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
-def _trained(launch: LaunchLine) -> dict[str, tuple[str | bool, tuple[int, int]]]:
-    """Options of a line as ``TrainingArguments``; empty where they are none, or not known before it runs.
+def _trained(launch: LaunchLine) -> dict[str, tuple[str | bool | None, tuple[int, int]]]:
+    """Options of a line as ``TrainingArguments``, None where one is known when it runs; empty where they are none.
 
     They are told by two of the names, beside one that asks for DeepSpeed or FSDP: other scripts have some of them too.
     """
     named = {one.name for one in launch.arguments}
-    known = {one.name: (one.value, (one.line, one.column)) for one in launch.arguments if "$" not in str(one.value)}
-    if "output_dir" not in named or "per_device_train_batch_size" not in known or not {"deepspeed", "fsdp"} & named:
+    known: dict[str, tuple[str | bool | None, tuple[int, int]]] = {
+        one.name: (None if "$" in str(one.value) else one.value, (one.line, one.column)) for one in launch.arguments
+    }
+    size = known.get("per_device_train_batch_size", (None, ()))
+    if "output_dir" not in named or size[0] is None or not {"deepspeed", "fsdp"} & named:
         return {}
     if "deepspeed" in named:
         said, place = known.get("deepspeed", ("$", (1, 1)))

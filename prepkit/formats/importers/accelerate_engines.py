@@ -33,7 +33,6 @@ from prepkit.config.engines import Sharding
 from prepkit.findings.keywords import meant_key
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside
-from prepkit.formats.importers.source import JSON, read
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, keys_of
 from prepkit.resolve.deepspeed.keys import SECTIONS
 
@@ -316,7 +315,7 @@ def _from_file(file: Foreign, config: Config, path: Path, name: str, experts: tu
     if found is None:
         file.missing(f"{_IN_DEEPSPEED}deepspeed_config_file", name, path)
         return config
-    inner = file.part(f"{_IN_DEEPSPEED}deepspeed_config_file", lambda: read_deepspeed(read(str(found), JSON)))
+    inner = file.part(f"{_IN_DEEPSPEED}deepspeed_config_file", lambda: read_deepspeed(file.json(found)))
     if inner is None:
         return config
     file.origins += inner.config.origins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from prepkit.findings import Finding, PlanRejected, Severity
 from prepkit.findings.keywords import ELSEWHERE, unknown_key_fix
 from prepkit.findings.text import near
 from prepkit.formats.importers.positions import LineColumn, plain_json, positions
-from prepkit.formats.importers.source import Imported, Source
+from prepkit.formats.importers.source import JSON, Imported, Source, read
 from prepkit.rules import found
 
 TRUE, FALSE = ("true", "yes", "on", "1", "y", "t"), ("false", "no", "off", "0", "n", "f")
@@ -90,6 +91,21 @@ class Foreign:
             self.findings += refused.findings
             self._misread.add(name)
             return None
+
+    def json(self, path: Path) -> Source:
+        """The JSON that a key names. Says where its library, which reads it with Python's json, cannot go on.
+
+        Raises ``PlanRejected`` for a file that nobody can read.
+        """
+        source = read(str(path), JSON)
+        try:
+            json.loads(source.text)
+        except ValueError as error:
+            if isinstance(error, json.JSONDecodeError) and plain_json(source.text) != source.text:
+                where, reader = f"{path}:{error.lineno}:{error.colno}", "accelerate and transformers read it"
+                what = f"{reader} with Python's json, which knows no comments and no trailing commas: {error.msg}"
+                self.findings.append(found("config.damaged", where, what, "Remove what JSON does not have there."))
+        return source
 
     def missing(self, key: str, name: str, path: Path) -> None:
         """Says that a file which a key names is not there, or lies where nobody can look from here."""

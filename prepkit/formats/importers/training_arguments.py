@@ -55,7 +55,7 @@ def read_training_arguments(source: Source) -> Imported:
     return training_arguments(file, Path(source.path))
 
 
-def read_options(path: str, options: Mapping[str, tuple[str | bool, LineColumn]]) -> Imported:
+def read_options(path: str, options: Mapping[str, tuple[str | bool | None, LineColumn]]) -> Imported:
     """The same of options that a line of a launch script gives; as argparse takes them, a beginning is enough.
 
     Raises ``PlanRejected`` with every finding.
@@ -186,7 +186,7 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     if found is None:
         file.missing("deepspeed", str(given), path)
         return config
-    imported = file.part("deepspeed", lambda: read_deepspeed(read(str(found), JSON), config.precision))
+    imported = file.part("deepspeed", lambda: read_deepspeed(file.json(found), config.precision))
     if imported is None:
         return config
     assert isinstance(imported.config.engine, DeepSpeed)
@@ -245,11 +245,47 @@ def _say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[
         ):  # else DeepSpeed says it
             what = f"it is {shown(value)}, and the JSON says {shown(there)} in {key}: the Trainer refuses to start"
             file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.', misread=False)
-    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
-        if file.flag(name) and file.flag(other) is None and look(data, f"{other}.enabled") is True:
-            what = f"the JSON says true in {other}.enabled, and not here: the Trainer refuses to start"
-            fix = f'Write "auto" there, or {other}: true in the place of this.'
-            file.error("contradiction", name, what, fix, misread=False)
+    if file.kind in _NOTHING_MORE:
+        _say_default_mismatches(file, data, given)
+
+
+_NOTHING_MORE = ("transformers", "llamafactory")
+"""Kinds of file whose arguments are the library's own, each with its default where nothing is said."""
+_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "gradient_clipping": ("max_grad_norm", _MAX_NORM),
+    "optimizer.params.lr": ("learning_rate", _OPTIMIZER["lr"]),
+    "optimizer.params.betas": ("adam_beta1", _OPTIMIZER["betas"]),
+    "optimizer.params.eps": ("adam_epsilon", _OPTIMIZER["eps"]),
+    "optimizer.params.weight_decay": ("weight_decay", _OPTIMIZER["weight_decay"]),
+    "scheduler.params.warmup_max_lr": ("learning_rate", _OPTIMIZER["lr"]),
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
+    "fp16.enabled": ("fp16", False),
+    "bf16.enabled": ("bf16", False),
+}
+"""Keys of DeepSpeed's JSON to the argument that says the same, and what the Trainer takes where it is not given."""
+
+
+def _say_default_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
+    for key, (name, value) in _DEFAULTS.items():
+        there = look(data, key)
+        if key in given or file.has(name) or there in (None, AUTO, value) or isinstance(there, str):
+            continue
+        if any(file.flag(one) for one in _INSTEAD.get(name, ())):
+            continue
+        other = next((one for one in ("bf16", "fp16") if name in ("bf16", "fp16") and file.flag(one)), "deepspeed")
+        what = f"the JSON says {shown(there)} in {key}, and {name} is {shown(value)} where nothing is said here"
+        fix = f'Write "auto" there, or {name}: {shown(there)} here.' if not isinstance(there, list) else _FILLED
+        file.error("contradiction", other, f"{what}: the Trainer refuses to start", fix, misread=False)
+
+
+_FILLED = 'Write "auto" there.'
+_INSTEAD = {
+    "per_device_train_batch_size": ("auto_find_batch_size",),
+    "fp16": ("fp16_full_eval",),
+    "bf16": ("bf16_full_eval", "pure_bf16"),
+}
+"""Arguments with which another one need not be what the JSON says."""
 
 
 def _given(file: Foreign, data: dict[str, Any], micro_batch: str) -> dict[str, tuple[str, Any]]:

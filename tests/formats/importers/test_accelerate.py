@@ -438,11 +438,24 @@ def test_rank_0_loads_for_all_where_the_file_says_nothing(tmp_path: Path) -> Non
 
 
 def test_a_json_of_deepspeed_is_read_whatever_it_is_called(tmp_path: Path) -> None:
-    (tmp_path / "stage3.conf").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true},}')
+    (tmp_path / "stage3.conf").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
     text = "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: stage3.conf}\n"
     config = config_of(tmp_path, text)
     assert isinstance(config.engine, DeepSpeed)
     assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 3}
+
+
+@pytest.mark.parametrize("text", ['{"zero_optimization": {"stage": 3},\n}', '{\n// of ours\n"zero_optimization": {}}'])
+def test_a_json_that_pythons_reader_does_not_take_is_refused_at_its_place(tmp_path: Path, text: str) -> None:
+    """DeepSpeed's own reader takes both; accelerate reads with ``json.load`` (``HfDeepSpeedConfig``)."""
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(PlanRejected) as refused:
+        config_of(tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
+    assert [one.rule for one in refused.value.findings] == ["config.damaged"]
+    assert "ds.json:2:1" in refused.value.findings[0].where
+    with pytest.raises(json.JSONDecodeError) as theirs:
+        json.loads(text)
+    assert theirs.value.lineno == 2
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,8 @@ def test_what_deepspeeds_file_leaves_to_the_arguments_is_filled_in_from_them(tmp
     config = read(tmp_path, "fp16: true\ndeepspeed: zero.json\nper_device_train_batch_size: 3\n").config
     assert isinstance(config.engine, DeepSpeed)
     assert config.engine.micro_batch is None
-    assert read(tmp_path, "bf16: true\ndeepspeed: zero.json\n").config.precision == BF16()
+    text = "bf16: true\ndeepspeed: zero.json\nper_device_train_batch_size: 3\n"
+    assert read(tmp_path, text).config.precision == BF16()
 
 
 def test_a_file_with_an_fsdp_config_is_told_from_accelerates(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_an_optimizer_of_a_json_takes_its_numbers_from_the_arguments(tmp_path: P
     steps = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     data = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}, "scheduler": steps}
     (tmp_path / "zero.json").write_text(json.dumps(data))
-    text = "learning_rate: 3.0e-4\nadam_beta2: 0.95\nwarmup_steps: 10\ndeepspeed: zero.json\n"
+    text = "learning_rate: 3.0e-4\nadam_beta2: 0.95\nadam_epsilon: 1.0e-6\nwarmup_steps: 10\ndeepspeed: zero.json\n"
     imported = read(tmp_path, text)
     assert isinstance(imported.config.engine, DeepSpeed)
     made = json.loads(imported.config.engine.config)["optimizer"]["params"]
@@ -318,6 +319,14 @@ def test_a_scheduler_of_a_json_is_filled_in_as_the_trainer_does(tmp_path: Path) 
         ("warmup_steps: 10", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}}, "warmup_steps"),
         ("bf16: true", {"fp16": {"enabled": True}}, "bf16"),
         ("bf16: false", {"bf16": {"enabled": True}}, "bf16"),
+        ("bf16: false", {"fp16": {"enabled": True}}, "deepspeed"),
+        ("bf16: true", {"gradient_clipping": 0.3}, "deepspeed"),
+        ("learning_rate: 1.0e-4", {"train_micro_batch_size_per_gpu": 2}, "deepspeed"),
+        ("learning_rate: 1.0e-4", {"gradient_accumulation_steps": 2}, "deepspeed"),
+        ("learning_rate: 1.0e-4", {"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "deepspeed"),
+        ("learning_rate: 1.0e-4", {"optimizer": {"params": {"weight_decay": 0.1}}}, "deepspeed"),
+        ("adam_beta2: 0.99", {"scheduler": {"params": {"warmup_max_lr": 1e-4}}}, "deepspeed"),
+        ("auto_find_batch_size: true", {"optimizer": {"params": {"eps": 1e-6}}}, "deepspeed"),
     ],
 )
 def test_what_the_arguments_and_the_json_say_otherwise_is_refused_as_the_trainer_refuses_it(
