@@ -29,7 +29,7 @@ from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import JSON, READERS, Imported, Source
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
-from prepkit.formats.launched_config import with_options
+from prepkit.formats.launched_config import two_places, with_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
 from prepkit.formats.places import FilePlace, place_of
 from prepkit.formats.started import file_findings, processes_said, script_findings, started, supposed
@@ -211,7 +211,8 @@ def _started(
 
 
 def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Checked:
-    findings = tuple((place_of(finding, one.path, "", ""), finding) for finding in script_findings(script))
+    said = (*script_findings(script), *two_places(script))
+    findings = tuple((place_of(finding, one.path, "", ""), finding) for finding in said)
     beyond = tuple(
         (
             FilePlace(one.path, named.line, named.column),
@@ -309,7 +310,7 @@ def _not_here(where: str, named: str) -> Finding:
     return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 
-_SCRIPT_RULES = 5
+_SCRIPT_RULES = 7
 
 
 def _plan(one: Found) -> Checked:

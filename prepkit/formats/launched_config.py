@@ -1,14 +1,17 @@
-"""The config that accelerate's launcher makes of its file and of the options over it."""
+"""The config that accelerate's launcher makes of its file and of the options over it; what contradicts a script."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from prepkit.formats.launches import Argument, LaunchLine
+from prepkit.findings import Finding
+from prepkit.formats.launches import Argument, LaunchLine, Script
 from prepkit.formats.started import SWITCHED, given_by
+from prepkit.rules import found
 
 _OF_DEEPSPEED = frozenset(
     {"zero_stage", "gradient_accumulation_steps", "gradient_clipping", "offload_optimizer_device", "zero3_init_flag"}
@@ -46,6 +49,37 @@ def with_options(launch: LaunchLine) -> tuple[dict[str, Any], dict[str, Any], tu
     return before, data, tuple(over)
 
 
+def two_places(script: Script) -> Iterator[Finding]:
+    """What the arguments of a script say otherwise than the config of accelerate that starts it.
+
+    The Trainer refuses to start then; in other scripts DeepSpeed's number counts, and Accelerator's does not.
+    """
+    for launch in script.launches:
+        data = with_options(launch)[1]
+        for section, key, name in _TWICE:
+            inner, own = data.get(section), next((one for one in launch.arguments if one.name == name), None)
+            if own is None or not isinstance(inner, dict) or data.get("distributed_type") != _KIND[section]:
+                continue
+            there, here = _typed(inner.get(key, "")), _typed(own.value)
+            both = here is True and there is True  # who recomputes a block twice
+            if not both and not (type(here) in (int, float) and type(there) in (int, float) and here != there):
+                continue
+            where = f"{script.path}:{own.line}:{own.column}"
+            file = launch.config_file.path if launch.config_file is not None else "the launcher"
+            what = f"{own.typed} is {own.value}, and {file} says {inner[key]} in {section}.{key}"
+            fix = "Keep one of them." if both else f"Write {own.typed} {inner[key]}, or {own.value} there."
+            yield found("launch.two-places", where, what, fix)
+
+
+_TWICE = (
+    ("deepspeed_config", "gradient_accumulation_steps", "gradient_accumulation_steps"),
+    ("deepspeed_config", "gradient_clipping", "max_grad_norm"),
+    ("fsdp_config", "fsdp_activation_checkpointing", "gradient_checkpointing"),
+)
+"""Section and key of accelerate's config, and the argument that says the same."""
+_KIND = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP"}
+
+
 def _before(launch: LaunchLine) -> dict[str, Any]:
     """What the options of a line stand over: its file; without one the least that a config says."""
     if launch.file or "config_file" in launch.options:
@@ -77,7 +111,7 @@ def _path(name: str, kind: str, *, beside_json: bool) -> tuple[str, ...] | None:
     return ("parallelism_config", name) if name.startswith("parallelism_config_") and kind == "FSDP" else None
 
 
-def _typed(value: str | bool) -> str | bool | int | float:
+def _typed(value: Any) -> Any:
     """As YAML reads it."""
     if isinstance(value, str) and value.casefold() in ("true", "false"):
         return value.casefold() == "true"

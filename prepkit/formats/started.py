@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from prepkit import rules
 from prepkit.findings import Finding
 from prepkit.formats.importers.positions import positions
-from prepkit.formats.importers.source import read
+from prepkit.formats.importers.source import READERS, read
 from prepkit.formats.launcher_options import LAUNCHERS
 from prepkit.formats.launches import LaunchLine, Script
 
@@ -74,14 +74,15 @@ def started(launch: LaunchLine) -> Started:
 def processes_said(path: str, launch: LaunchLine | None = None) -> str:
     """Where it is said how many processes start: on a line of a script, or in the config of accelerate that it names.
 
-    Without a line in that config, whose ``path`` it is then.
+    Without a line in that config, whose ``path`` it is then, or of the script that a config is made of.
     """
     if launch is not None:
         named = launch.config_file if launch.launcher == "accelerate" and not _COUNTS & launch.options.keys() else None
         if named is None or named.place is None:
             return f"{path}:{launch.line}:{launch.column}"
         path = named.place
-    where = positions(read(path).text, Path(path).suffix.lower()).get("num_processes")
+    suffix = Path(path).suffix.lower()
+    where = positions(read(path).text, suffix).get("num_processes") if suffix in READERS else None
     return path if where is None else f"{path}:{where[0]}:{where[1]}"
 
 

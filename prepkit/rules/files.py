@@ -250,6 +250,13 @@ FILES: tuple[Rule, ...] = (
         fix="End each of its lines but the last with a backslash, and put comments above it.",
     ),
     _check(
+        id="launch.two-places",
+        summary="The arguments of a script say what the config of its launcher says.",
+        fix="Write the same in both places.",
+        severity=Severity.WARNING,
+        source=("transformers Trainer.propagate_args_to_deepspeed", "accelerate Accelerator._prepare_deepspeed"),
+    ),
+    _check(
         id="launch.unknown-option",
         summary="Every option before the name of a script is one that its launcher has.",
         fix="Write the name that is proposed.",

@@ -458,3 +458,41 @@ def test_every_way_of_a_fix_mends_what_it_is_told_of(text: str, rule: str, fix: 
         shutil.rmtree("here")
         assert after != text
         assert rule not in [one[0].partition(".")[2] for one in told(after)], after
+
+
+_BOTH = """distributed_type: {kind}
+num_processes: 2
+deepspeed_config: {{gradient_accumulation_steps: 4, gradient_clipping: 0.5, zero_stage: 2}}
+fsdp_config: {{fsdp_version: 2, fsdp_activation_checkpointing: true}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "wrong"),
+    [
+        ("DEEPSPEED", "--gradient_accumulation_steps 2 --max_grad_norm 0.5", ["--gradient_accumulation_steps"]),
+        ("DEEPSPEED", "--gradient_accumulation_steps=4 --max_grad_norm 1.0", ["--max_grad_norm"]),
+        ("DEEPSPEED", "--gradient_accumulation_steps $N --gradient_checkpointing", []),
+        ("FSDP", "--gradient_accumulation_steps 2 --gradient_checkpointing True", ["--gradient_checkpointing"]),
+        ("FSDP", "--gradient_checkpointing false", []),
+        ("MULTI_GPU", "--gradient_accumulation_steps 2 --gradient_checkpointing", []),
+    ],
+)
+def test_what_arguments_and_the_launchers_config_say_otherwise_is_told_at_the_argument(
+    kind: str, words: str, wrong: list[str], folder: Path
+) -> None:
+    line = f"accelerate launch --config_file acc.yaml train.py {words}"
+    Path("acc.yaml").write_text(_BOTH.format(kind=kind))
+    Path("run.sh").write_text(f"{line}\n")
+    found = [one for one in json.loads(run("check", ".", "--json").stdout)["findings"] if one["file"] == "run.sh"]
+    said = [(one["rule"], one["column"]) for one in found]
+    assert said == [("launch.two-places", line.index(option) + 1) for option in wrong]
+
+
+def test_an_option_of_the_launcher_counts_before_its_file(folder: Path) -> None:
+    Path("acc.yaml").write_text(_BOTH.format(kind="DEEPSPEED"))
+    words = "--gradient_accumulation_steps 2 train.py --gradient_accumulation_steps"
+    for steps, wrong in ((2, 0), (4, 1)):
+        Path("run.sh").write_text(f"accelerate launch --config_file acc.yaml {words} {steps}\n")
+        found = [one["rule"] for one in json.loads(run("check", ".", "--json").stdout)["findings"]]
+        assert found.count("launch.two-places") == wrong

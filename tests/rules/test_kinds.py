@@ -74,9 +74,9 @@ NEEDED = _ids(
         "fp8": "engine all-gather msamp-engine msamp-optimizer",
         "ddp": "sync-batchnorm-loses",
         "deepspeed": "not-json removed-key wrong-type wrong-value stage two-places precision loss-scale max-grad-norm "
-        "batch no-micro-batch hidden-size auto offload tensor-parallel sequence-parallel msamp mesh zero-init leaf-modules "
-        "needs-optimizer two-optimizers two-schedulers unknown-type removed-type missing-key schedule-alone "
-        "scheduler-ticks untested-optimizer",
+        "batch no-micro-batch hidden-size auto offload tensor-parallel sequence-parallel msamp mesh zero-init "
+        "leaf-modules needs-optimizer two-optimizers two-schedulers unknown-type removed-type missing-key "
+        "schedule-alone scheduler-ticks untested-optimizer",
         "loaders": "count foreign already-distributed split-batches",
         "global-batch": "unknown loaders-differ two-places unreachable",
         "weights": "not-filled state-not-sent not-seen unreadable rename shape parts dtype no-initialiser",
