@@ -1,21 +1,32 @@
-"""Properties of ``Resolved`` as text, for a few configs and facts."""
+"""Properties of ``Resolved`` as text, for a few configs and facts, and for every neighbour of them.
+
+A neighbour differs in one value. Below the properties there is a line for each: how many pieces of properties and steps
+of the plan it takes away, and those that it adds and no line above has added.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from attrs import fields
+from returns.result import Success
 
 from prepkit import config as c
-from prepkit.facts import ModelFacts
+from prepkit import planner
+from prepkit.facts import Facts, ModelFacts
+from prepkit.findings import errors
 from prepkit.resolve import checkpoint, fp8
 from prepkit.resolve.checkpoint import renamed
+from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import ShardedLayers
 from prepkit.resolve.weight_sources import WeightSources
+from prepkit.steps import InitializeDeepSpeed
 from prepkit.testing.tiny import PATH
+from tests.support import neighbours
 from tests.support.drawn_runs import TP_LAYERS
 from tests.support.golden import assert_golden
 from tests.support.readable_plans import Settings, asked, brief
@@ -85,24 +96,64 @@ def shown(value: object) -> str:
     return brief(value)
 
 
-def lines(engine: str, model: str, settings: Settings) -> Iterator[str]:
-    """Every property that holds something, by name."""
-    resolved = Resolved(cfg=asked(engine, model, settings)[0], facts=asked(engine, model, settings)[1])
+def properties(cfg: c.Config, facts: Facts) -> dict[str, object]:
+    """Every property by name, and what becomes of it: the steps of the plan, and what is found."""
+    resolved = Resolved(cfg=cfg, facts=facts)
+    found: dict[str, object] = {}
     for part, cls in PARTS.items():
         for name in worked_out(cls):
-            if name in PARTS or (name == "deepspeed" and engine != "zero"):
+            if name in PARTS or (name == "deepspeed" and not isinstance(cfg.engine, c.DeepSpeed)):
                 continue
-            try:
-                value = getattr(getattr(resolved, part) if part else resolved, name)
-            except (AssertionError, LookupError, TypeError, ValueError):  # an engine that has no such thing
-                continue
-            if (text := shown(value)) not in ("()", "{}", "None", "False", "0", "''"):
-                yield f"  {f'{part}.{name}'.strip('.')}: {text}"
+            with suppress(AssertionError, LookupError, TypeError, ValueError):  # an engine that has no such thing
+                found[f"{part}.{name}".strip(".")] = getattr(getattr(resolved, part) if part else resolved, name)
+    return found
+
+
+def lines(cfg: c.Config, facts: Facts) -> Iterator[str]:
+    """Every property that holds something, by name."""
+    for name, value in properties(cfg, facts).items():
+        if (text := shown(value)) not in ("()", "{}", "None", "False", "0", "''"):
+            yield f"  {name}: {text}"
+
+
+def items(cfg: c.Config, facts: Facts) -> list[str]:
+    """What the properties hold, piece by piece; then the plan's steps and what warns, or the rules that refuse it."""
+    made = planner.plan(cfg, facts)
+    held = [f"{name}: {item}" for name, value in properties(cfg, facts).items() for item in _pieces(value)]
+    if not isinstance(made, Success):
+        return [*held, *(f"refused by {one.rule}" for one in errors(made.failure()))]
+    plan = made.unwrap()
+    steps = [brief(one.step) for one in plan.steps if not isinstance(one.step, InitializeDeepSpeed)]
+    return [*held, *steps, *(f"warned by {one.rule}" for one in plan.warnings)]
+
+
+def _pieces(value: object) -> list[str]:
+    if isinstance(value, WorkingConfig):
+        held = {field.name: getattr(value, field.name) for field in fields(type(value))}
+        return [f"{name}: {piece}" for name, inner in held.items() for piece in _pieces(inner)]
+    if isinstance(value, Mapping):
+        return [f"{brief(key)}: {shown(held)}" for key, held in value.items()]
+    if isinstance(value, tuple | frozenset | set):
+        return sorted(map(shown, value)) if not isinstance(value, tuple) else [*map(shown, value)]
+    return [shown(value)]
+
+
+def around(cfg: c.Config, facts: Facts) -> Iterator[str]:
+    """What a change of one value adds that no change above adds, and how much it takes away."""
+    usual, before = items(cfg, facts), set[str]()
+    for place, other, changed in neighbours.asked(cfg, facts):
+        now = dict.fromkeys(items(other, changed))
+        anew = [item for item in now if item not in usual and item not in before]
+        gone = sum(item not in now for item in dict.fromkeys(usual))
+        if anew or gone:
+            yield f"{place}: {f'{gone} less' if gone else 'nothing less'}{''.join(f'; {item}' for item in anew)}"
+        before.update(anew)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_worked_out_reads_as_it_did(name: str) -> None:
-    text = "\n".join(lines(*CASES[name])) + "\n"
+    cfg, facts = asked(*CASES[name])
+    text = "\n".join((*lines(cfg, facts), *around(cfg, facts))) + "\n"
     assert_golden(GOLDEN / f"{name.replace(' ', '-')}.txt", text)
 
 

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from attrs import evolve, frozen
 
 from prepkit.facts.proof import ClipProof, GradientProof, LossShare, ProofFacts, StepProof
-from prepkit.facts.run import RunFacts
+from prepkit.facts.run import PreparedLoader, RunFacts
 from prepkit.facts.saved_run import (
     FolderFacts,
     GivenFolder,
@@ -30,6 +30,7 @@ from prepkit.facts.saved_run import (
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Rule, findings_of
 from prepkit.rules.run import AUDIT_RULES
+from prepkit.testing.tiny import tiny_loader
 from property_tests.test_proof_laws import everywhere, window
 from tests.audit.test_rules import BROKEN, FINE, OTHERWISE, RANK, with_ranks
 from tests.proving.test_causes import APART
@@ -93,16 +94,23 @@ def _possible_resume(facts: ResumeFacts) -> bool:
     return all(one.batch > 0 and (one.global_batch is None or one.global_batch >= one.batch) for one in windows)
 
 
-def _reads(*ranks: tuple[str, str]) -> RunFacts:
+def _reads(*ranks: tuple[str, str], sampler: Literal["custom", "random"] = "custom") -> RunFacts:
     """Two ranks whose loader nothing divides that is known, about to read these indices and samples."""
     base = BROKEN["run.samples-unknown"]
-    return evolve(base, ranks=tuple(evolve(rank, reads=(read,)) for rank, read in zip(base.ranks, ranks, strict=True)))
+    told = tuple(evolve(rank, reads=(read,)) for rank, read in zip(base.ranks, ranks, strict=True))
+    return evolve(base, ranks=told, loaders=(PreparedLoader(seen=evolve(tiny_loader(), sampler=sampler)),))
 
 
-def _parts(replicas: int, *parts: int) -> RunFacts:
-    """Ranks that read these parts of so many."""
+def _parts(replicas: int, *parts: int, contents: str = "aaaa") -> RunFacts:
+    """Ranks that read these parts of so many, of data sets with these samples."""
     ranks = tuple(
-        evolve(RANK, rank=rank, tensor_ranks=(rank,), loaders=((replicas, part, "sampler", "a"),), contents=("a",))
+        evolve(
+            RANK,
+            rank=rank,
+            tensor_ranks=(rank,),
+            loaders=((replicas, part, "sampler", contents[rank]),),
+            contents=(contents[rank],),
+        )
         for rank, part in enumerate(parts)
     )
     (loader,) = BROKEN["run.divided-twice"].loaders
@@ -115,6 +123,7 @@ RUNS: dict[str, RunFacts] = {
     "two ranks": with_ranks(),
     "two ranks with a loader": _parts(2, 0, 1),
     "ranks that read one part": _parts(2, 0, 0),
+    "ranks with data of their own": _parts(2, 0, 1, contents="ab"),
     "tensor ranks that read one part": evolve(
         _parts(2, 0, 0, 1, 1),
         ranks=tuple(
@@ -124,6 +133,7 @@ RUNS: dict[str, RunFacts] = {
     ),
     "own samples": _reads(("a", "b"), ("c", "d")),
     "same samples": _reads(("a", "b"), ("a", "b")),
+    "same samples at other indices": _reads(("a", "c"), ("b", "c"), sampler="random"),
     **BROKEN,
     **{f"{rule}, otherwise": facts for rule, facts in OTHERWISE.items()},
 }
