@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from returns.result import Success
 from prepkit import config as c
 from prepkit import planner
 from prepkit.facts import Facts, ModelFacts
+from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
 from prepkit.findings import errors
 from prepkit.resolve import checkpoint, fp8
-from prepkit.resolve.checkpoint import renamed
+from prepkit.resolve.checkpoint import assemble, renamed
 from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import ShardedLayers
@@ -184,3 +186,22 @@ def test_a_key_is_renamed_up_to_the_longest_name() -> None:
 
 def test_a_model_without_modules_of_a_kind_has_none() -> None:
     assert fp8.linears(ModelFacts(classes=(), modules=(), params=())) == ()
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3])
+def test_stacks_that_lack_a_tensor_that_another_has_are_told_its_key(sources: int) -> None:
+    """A single key of each may be numbered as it likes."""
+    recipe = WeightConverter(sources=tuple(f"experts.*.{name}" for name in "abc"[:sources]), stack=0, join=1)
+    held = [numbers for size in (1, 2, 3) for numbers in combinations(range(3), size)]
+    for stacks in product(held, repeat=sources):
+        stored = [_expert(number, source) for source, numbers in enumerate(stacks) for number in numbers]
+        every = {number for numbers in stacks for number in numbers}
+        lack = [f"`experts.{n}.{'abc'[source]}`" for source, own in enumerate(stacks) for n in sorted(every - {*own})]
+        told = f"the checkpoint lacks {', '.join(lack[:3])}" if lack and max(map(len, stacks)) > 1 else ""
+        assert assemble("experts", tuple(reversed(stored)), recipe).wrong == told
+
+
+def _expert(number: int, source: int) -> StoredTensor:
+    place = KeyMapping(name="experts", recipe=0, source=source, number=number)
+    key = f"experts.{number}.{'abc'[source]}"
+    return StoredTensor(key=key, dtype="float32", shape=(2, 2), file=0, start=0, length=16, place=place)
