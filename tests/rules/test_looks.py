@@ -1,4 +1,4 @@
-"""What rules say of prepared objects, proofs and checkpoints that differ in one value from others.
+"""What rules say of prepared objects, loops, proofs and checkpoints that differ in one value from others.
 
 ``golden/looks/<looked at>.txt`` has bases, right ones and one for each way to be wrong, and below each what is said of
 its neighbours: what is said anew, the rules of the base that then say nothing, and by which changes. What a line above
@@ -16,6 +16,7 @@ from typing import Any, Literal
 import pytest
 from attrs import evolve, frozen
 
+from prepkit.facts.loop import Called, LoopPlan, LoopState, Turn
 from prepkit.facts.proof import ClipProof, GradientProof, LossShare, ProofFacts, StepProof
 from prepkit.facts.run import PreparedLoader, RunFacts
 from prepkit.facts.saved_run import (
@@ -30,6 +31,7 @@ from prepkit.facts.saved_run import (
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Rule, findings_of
 from prepkit.rules.run import AUDIT_RULES
+from prepkit.rules.run.loop import ASKED
 from prepkit.testing.tiny import tiny_loader
 from property_tests.test_proof_laws import everywhere, window
 from tests.audit.test_rules import BROKEN, FINE, OTHERWISE, RANK, with_ranks
@@ -237,9 +239,24 @@ FOLDERS: dict[str, FolderFacts] = {
     "none": FolderFacts(given=(GivenFolder(path="runs"), GivenFolder(path="", problem="None is no path"))),
     "of another run": FolderFacts(folder="runs", others=("000003-step-9", "000002-step-6"), steps=2),
 }
+LOOPS = {"alone": LoopPlan(), "of two": LoopPlan(accumulation=2, engine="DDP", wrapper_averages=True, ticks=1)}
+STATES = {
+    "a new loop": LoopState(),
+    "a window": LoopState(backwards=1, used=True, weighed=False, averaging=True),
+}
+EVENTS: dict[type, Any] = {kind: kind(**({"call": "ready.log"} if kind is Called else {})) for kind in ASKED}
+TURNS = {
+    kind: {
+        f"{kind.__name__} in {when}, {which}": Turn(state=state, event=event, plan=plan)
+        for when, state in STATES.items()
+        for which, plan in LOOPS.items()
+    }
+    for kind, event in EVENTS.items()
+}
 LOOKS: dict[str, tuple[Looked, ...]] = {
     "run": (
         Looked(rules=AUDIT_RULES, cls=RunFacts, bases=RUNS, possible=_possible_run, as_they_are=frozenset({"model"})),
+        *(Looked(rules=ASKED[kind], cls=Turn, bases=bases) for kind, bases in TURNS.items()),
     ),
     "proof": (
         Looked(
@@ -262,18 +279,24 @@ def _said(rules: tuple[Rule, ...], facts: Any) -> tuple[str, ...]:
     return tuple(f"{one.rule} ({one.severity.value}) {one.where}: {one.what}" for one in findings_of(rules, facts))
 
 
+def _id(said: str) -> str:
+    return said.partition(" ")[0]
+
+
 def _lines(looked: Looked) -> Iterator[str]:
     before: set[str] = set()
     for name, base in looked.bases.items():
         usual = _said(looked.rules, base)
-        yield f"{name}: {', '.join(one.partition(' ')[0] for one in usual) or 'nothing is said'}"
+        yield f"{name}: {', '.join(map(_id, usual)) or 'nothing is said'}"
         found: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for place, other in neighbours(base, looked.cls):
             if looked.as_they_are.intersection(place) or not looked.possible(other):
                 continue
             words = _said(looked.rules, other)
-            silent = [f"no {one.partition(' ')[0]}" for one in usual if one not in words]
             anew = [one for one in words if one not in usual and one not in before]
+            gone = dict.fromkeys(_id(one) for one in usual if one not in words)
+            silent = [f"no {rule}" for rule in gone if rule not in map(_id, words)]
+            silent += [f"{rule} as above" for rule in gone if rule in set(map(_id, words)) - set(map(_id, anew))]
             if silent or anew:
                 found[*silent, *anew].append(".".join(place))
         for words, places in found.items():
