@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import attrs
@@ -14,13 +15,15 @@ from prepkit.codec import field_types, inconsistencies
 from prepkit.codec.diff import _anchors
 from prepkit.codec.files import FORMAT, KIND, attestation_from_text
 from prepkit.codec.languages import Language, assigned, typed
-from prepkit.codec.misfits import MisfitError, samples, wrong_type
+from prepkit.codec.misfits import MisfitError, meant, samples, wrong_type
 from prepkit.codec.text import shown
 from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
 from prepkit.findings import PlanRejected
 from prepkit.findings.keywords import OTHER_NAMES
+from prepkit.findings.text import near
 from prepkit.plan import Plan, because
-from prepkit.steps import InitializeDeepSpeed, WrapDDP
+from prepkit.plan.layout import Placement
+from prepkit.steps import Axis, InitializeDeepSpeed, WrapDDP
 from prepkit.steps.engines import Setting
 from prepkit.testing import tiny_facts, tiny_loader
 from tests.support.plans import make
@@ -64,6 +67,23 @@ def test_a_loader_has_batches_of_its_own_or_of_at_least_one_sample(size: int | N
     plan = sample_plan()
     found = wrong(evolve(plan, facts=evolve(plan.facts, loaders=(tiny_loader(batch_size=size),))))
     assert found == ([] if fits else [("$.facts.loaders[0].batch_size", "batches of 0 samples")])
+
+
+@pytest.mark.parametrize("axes", [0, 1, 2])
+def test_a_layout_lies_on_dims_and_axes_that_there_are(axes: int) -> None:
+    plan = sample_plan()
+    (first, *rest), mesh = plan.layout, tuple(Axis(name="shard", size=1) for _ in range(axes))
+    shapes: tuple[tuple[int, ...], ...] = ((), (3,), (0, 4), (-1, 3), (3, 2**62), (1,) * 64, (1,) * 65)
+    lying: tuple[tuple[Placement, ...], ...] = (
+        *((), ("replicate",), ("shard(0)",), ("strided(0)", "replicate"), ("replicate", "shard(1)")),
+    )
+    for shape, placements in product(shapes, lying):
+        layout = (evolve(first, shape=shape, placements=placements, flat=None), *rest)
+        found = wrong(evolve(plan, mesh=mesh, layout=layout))
+        told = {where.rpartition(".")[2] for where, _ in found if where.startswith("$.layout[0]")}
+        dims = [int(one[-2]) for one in placements if one.endswith(")")]
+        fits = len(shape) <= 64 and all(0 <= size < 2**62 for size in shape) and all(dim < len(shape) for dim in dims)
+        assert told == {*(("shape",) if not fits else ()), *(("placements",) if len(placements) > axes else ())}
 
 
 @pytest.mark.parametrize(("value", "fits"), [("1", True), ('"a"', True), ("a", False), ("[" * 10**5, False)])
@@ -133,6 +153,24 @@ FIELDS: dict[type, dict[str, str]] = {
     DeepSpeed: {"zero_stage": "stage"},
     AdamW: {"learning_rate": "lr", "weight_decay_rate": "weight_decay", "wd": "weight_decay"},
 }
+
+
+SHORT: dict[type, object] = {int: 3, float: 0.5, str: "text", bool: True}
+"""A value of each type of which fields are told from one another."""
+
+
+def test_a_key_like_no_field_is_the_one_that_is_missing_and_takes_its_value() -> None:
+    """Fields that are given already are never meant."""
+    told = 0
+    for cls in filter(attrs.has, field_types.types()):
+        needed = {field.name: field.type for field in field_types.fields(cls) if field.default is attrs.NOTHING}
+        for name, kind in needed.items():
+            given = dict.fromkeys(other for other in needed if other != name)
+            if kind in SHORT and not near("qqqqqqqq", (name,), 1):
+                assert meant("qqqqqqqq", SHORT[kind], cls, given) == name, cls
+                assert meant("qqqqqqqq", SHORT[kind], cls, given | {name: None}) == ""
+                told += 1
+    assert told > 100
 
 
 def test_names_of_other_libraries_are_answered_with_prepkit_s() -> None:

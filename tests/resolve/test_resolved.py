@@ -35,6 +35,7 @@ from tests.support.readable_plans import Settings, asked, brief
 
 GOLDEN = Path(__file__).parent / "golden"
 PARTS = {"": Resolved, "tp": ShardedLayers, "values": WeightSources}
+OPTIONS = (c.CompileOption(name="epilogue_fusion", value=True),)
 CASES: dict[str, tuple[str, str, Settings]] = {
     "single": ("single", "16 bits, tied", (("optimizer", (c.Muon(names=("layers.*",)), c.AdamW())),)),
     "ddp": ("ddp", "scheduler and two loaders", (("global_batch", 64), ("precision", c.BF16()))),
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[str, str, Settings]] = {
     ),
     "loaded": ("fsdp2", "16 bits, tied", (("weights", c.LoadWeights(PATH, rename=(("^layers", "blocks"),))),)),
     "initialised": ("ddp", "a norm with a bias", (("weights", c.InitWeights(seed=3)),)),
-    "float8": ("fsdp2", "", (("precision", c.FP8()), ("compile", c.CompileBlocks()))),
+    "float8": ("fsdp2", "", (("precision", c.FP8()), ("compile", c.CompileBlocks(options=OPTIONS)))),
     "engine float8": (
         "ddp",
         "a norm with a bias",

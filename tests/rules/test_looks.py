@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 
 from prepkit.facts.loop import Called, LoopPlan, LoopState, Turn
 from prepkit.facts.proof import ClipProof, GradientProof, LossShare, ProofFacts, StepProof
-from prepkit.facts.run import PreparedLoader, RunFacts
+from prepkit.facts.run import PreparedLoader, PreparedScheduler, RunFacts
 from prepkit.facts.saved_run import (
     FolderFacts,
     GivenFolder,
@@ -120,6 +120,13 @@ def _parts(replicas: int, *parts: int, contents: str = "aaaa") -> RunFacts:
     return evolve(FINE, world_size=len(parts), params=(), optimizers=(), ranks=ranks, loaders=(divided,))
 
 
+def _scheduled(**how: Any) -> RunFacts:
+    """A scheduler, and a pass of 32 batches."""
+    (loader,) = _parts(2, 0, 1).loaders
+    scheduler = PreparedScheduler(name="CosineAnnealingLR", drives_optimizer=True, **how)
+    return evolve(FINE, scheduler=scheduler, loaders=(evolve(loader, batches=32),))
+
+
 RUNS: dict[str, RunFacts] = {
     "nothing wrong": FINE,
     "two ranks": with_ranks(),
@@ -136,6 +143,8 @@ RUNS: dict[str, RunFacts] = {
     "own samples": _reads(("a", "b"), ("c", "d")),
     "same samples": _reads(("a", "b"), ("a", "b")),
     "same samples at other indices": _reads(("a", "c"), ("b", "c"), sampler="random"),
+    "a schedule ticked twice a step": _scheduled(ticks=2, horizon=96),
+    "a schedule ticked with every batch": _scheduled(by_batch=True, horizon=24),
     **BROKEN,
     **{f"{rule}, otherwise": facts for rule, facts in OTHERWISE.items()},
 }
