@@ -58,7 +58,8 @@ class Looked:
 def _possible_run(facts: RunFacts) -> bool:
     looks = [look for pair in facts.running for look in pair]
     return (
-        all(one.wrappers for one in facts.wrapped)
+        (facts.scheduler is None or facts.scheduler.ticks > 0)
+        and all(one.wrappers for one in facts.wrapped)
         and all(len(tied) > 1 for look in looks for tied in look.ties)
         and all(len(look.held) == len(look.orphans) == len(look.stateful) for look in looks)
         and len({(len(look.held), len(look.rates), len(look.scheduled)) for look in looks}) <= 1
