@@ -20,14 +20,16 @@ from prepkit import config as c
 from prepkit import planner
 from prepkit.facts import Facts, ModelFacts
 from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
+from prepkit.facts.model import WELL_KNOWN
 from prepkit.findings import errors
-from prepkit.resolve import checkpoint, fp8
+from prepkit.resolve import checkpoint, entry_points, fp8
 from prepkit.resolve.checkpoint import assemble, renamed
 from prepkit.resolve.deepspeed.working import WorkingConfig
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import ShardedLayers
 from prepkit.resolve.weight_sources import WeightSources
 from prepkit.steps import InitializeDeepSpeed
+from prepkit.testing import tiny_model
 from prepkit.testing.tiny import PATH
 from tests.support import neighbours
 from tests.support.drawn_runs import TP_LAYERS
@@ -229,3 +231,10 @@ def _expert(number: int, source: int) -> StoredTensor:
 def test_tensors_that_cannot_be_stacked_are_named_with_what_differs(other: dict[str, Any], told: str) -> None:
     stored = (_expert(0, 0), evolve(_expert(1, 0), **other))
     assert assemble("experts", stored, WeightConverter(sources=("experts.*.a",), stack=0)).wrong == told
+
+
+def test_methods_of_known_names_are_entry_points_unless_the_config_names_its_own() -> None:
+    model = evolve(tiny_model(), methods=("own", *WELL_KNOWN, "other"))
+    assert entry_points.named(c.Config(), model) == WELL_KNOWN
+    assert entry_points.named(c.Config(entry_points=("own",)), model) == ("own",)
+    assert entry_points.named(c.Config(entry_points=()), model) == ()
