@@ -26,7 +26,7 @@ from prepkit.rules import found
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _CANONICAL = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
-_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+_COMPACT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _WIDTH = 120
 
 

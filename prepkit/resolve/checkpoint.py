@@ -178,8 +178,7 @@ def _unjoined(stacks: tuple[Stack, ...], recipe: WeightConverter) -> str:
 
 def _unlike(stacks: tuple[Stack, ...]) -> tuple[str, ...]:
     """Keys that some of the stacks lack, by the numbers in those of the others."""
-    counts = {len(stack) for stack in stacks}
-    if len(stacks) == 1 or counts == {1}:  # the number in a single key is no more than a guess
+    if {len(stack) for stack in stacks} == {1}:  # the number in a single key is no more than a guess
         return ()
     known = [_numbers(stack) for stack in stacks]
     if all(numbers == known[0] for numbers in known):

@@ -181,7 +181,7 @@ def _prefix(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> tuple[str,
                 return f"under `{more}`", f'"^{re.escape(more)}", ""'
         if missing[0].endswith(f".{key}"):
             less = missing[0].removesuffix(key)
-            if all(name.startswith(less) and name.removeprefix(less) in keys for name in missing):
+            if all(name.removeprefix(less) in keys for name in missing):  # none of them is a key itself
                 return f"without `{less}`", f'"^", "{less}"'
     return None
 

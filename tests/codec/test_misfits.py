@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -14,17 +18,37 @@ from prepkit.codec import field_types, inconsistencies
 from prepkit.codec.diff import _anchors
 from prepkit.codec.files import FORMAT, KIND, attestation_from_text
 from prepkit.codec.languages import Language, assigned, typed
-from prepkit.codec.misfits import MisfitError, samples, wrong_type
+from prepkit.codec.misfits import MisfitError, meant, samples, wrong_type
 from prepkit.codec.text import shown
-from prepkit.config import DDP, FSDP1, FSDP2, AdamW, Config, DeepSpeed, Wrap
+from prepkit.config import (
+    DDP,
+    FSDP1,
+    FSDP2,
+    AdamW,
+    CompressHook,
+    Config,
+    DeepSpeed,
+    LoadWeights,
+    Mesh,
+    Wrap,
+    WrapRoot,
+)
 from prepkit.findings import PlanRejected
 from prepkit.findings.keywords import OTHER_NAMES
+from prepkit.findings.text import near
 from prepkit.plan import Plan, because
-from prepkit.steps import InitializeDeepSpeed, WrapDDP
+from prepkit.plan.layout import Placement
+from prepkit.steps import Axis, InitializeDeepSpeed, WrapDDP
 from prepkit.steps.engines import Setting
 from prepkit.testing import tiny_facts, tiny_loader
+from prepkit.testing.tiny import PATH
+from tests.support.golden import assert_golden
+from tests.support.neighbours import neighbours
 from tests.support.plans import make
+from tests.support.readable_plans import Settings, asked
 from tests.support.sample_plan import sample_plan
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def test_keys_that_an_attestation_does_not_have_are_told_in_their_order() -> None:
@@ -64,6 +88,60 @@ def test_a_loader_has_batches_of_its_own_or_of_at_least_one_sample(size: int | N
     plan = sample_plan()
     found = wrong(evolve(plan, facts=evolve(plan.facts, loaders=(tiny_loader(batch_size=size),))))
     assert found == ([] if fits else [("$.facts.loaders[0].batch_size", "batches of 0 samples")])
+
+
+CASES: tuple[tuple[str, str, Settings], ...] = (
+    ("single", "scheduler and two loaders", ()),
+    ("ddp", "", (("engine.hook", CompressHook()),)),
+    ("fsdp1", "partly frozen, 16 ranks", (("engine.sharding", "HYBRID_SHARD"), ("mesh", Mesh(replicate=4)))),
+    ("fsdp1", "", (("engine.use_orig_params", False), ("engine.wrap", WrapRoot()))),
+    ("fsdp2", "", (("weights", LoadWeights(PATH)), ("mesh", Mesh(replicate=2)))),
+    ("tensor", "", ()),
+    ("zero", "scheduler and two loaders", (("engine.stage", 3),)),
+)
+
+
+def _around(plan: Plan) -> Iterator[tuple[str, Plan]]:
+    """Every plan that differs in one value: of all but its steps, then of each of these."""
+    for place, other in neighbours(evolve(plan, steps=()), Plan):
+        yield ".".join(place), evolve(other, steps=plan.steps)
+    for index, planned in enumerate(plan.steps):
+        for place, step in neighbours(planned.step, type(planned.step)):
+            steps = (*plan.steps[:index], evolve(planned, step=step), *plan.steps[index + 1 :])
+            yield ".".join((type(planned.step).__name__, *place)), evolve(plan, steps=steps)
+
+
+def test_what_does_not_fit_in_neighbours_of_plans_reads_as_it_did() -> None:
+    """What a line above says already is not repeated."""
+    lines, before = [], set[str]()
+    for case in CASES:
+        found: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        plan = make(*asked(*case))
+        assert wrong(plan) == []
+        for place, other in _around(plan):
+            said = tuple(f"{where}: {what}" for where, what in wrong(other))
+            if anew := tuple(one for one in said if one not in before):
+                found[anew].append(place)
+        lines += [f"{'; '.join(said)} <- {', '.join(dict.fromkeys(places))}" for said, places in found.items()]
+        before.update(one for said in found for one in said)
+    assert_golden(GOLDEN / "misfits.txt", "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("axes", [0, 1, 2])
+def test_a_layout_lies_on_dims_and_axes_that_there_are(axes: int) -> None:
+    plan = sample_plan()
+    (first, *rest), mesh = plan.layout, tuple(Axis(name="shard", size=1) for _ in range(axes))
+    shapes: tuple[tuple[int, ...], ...] = ((), (3,), (0, 4), (-1, 3), (3, 2**62), (1,) * 64, (1,) * 65)
+    lying: tuple[tuple[Placement, ...], ...] = (
+        *((), ("replicate",), ("shard(0)",), ("strided(0)", "replicate"), ("replicate", "shard(1)")),
+    )
+    for shape, placements in product(shapes, lying):
+        layout = (evolve(first, shape=shape, placements=placements, flat=None), *rest)
+        found = wrong(evolve(plan, mesh=mesh, layout=layout))
+        told = {where.rpartition(".")[2] for where, _ in found if where.startswith("$.layout[0]")}
+        dims = [int(one[-2]) for one in placements if one.endswith(")")]
+        fits = len(shape) <= 64 and all(0 <= size < 2**62 for size in shape) and all(dim < len(shape) for dim in dims)
+        assert told == {*(("shape",) if not fits else ()), *(("placements",) if len(placements) > axes else ())}
 
 
 @pytest.mark.parametrize(("value", "fits"), [("1", True), ('"a"', True), ("a", False), ("[" * 10**5, False)])
@@ -133,6 +211,24 @@ FIELDS: dict[type, dict[str, str]] = {
     DeepSpeed: {"zero_stage": "stage"},
     AdamW: {"learning_rate": "lr", "weight_decay_rate": "weight_decay", "wd": "weight_decay"},
 }
+
+
+SHORT: dict[type, object] = {int: 3, float: 0.5, str: "text", bool: True}
+"""A value of each type of which fields are told from one another."""
+
+
+def test_a_key_like_no_field_is_the_one_that_is_missing_and_takes_its_value() -> None:
+    """Fields that are given already are never meant."""
+    told = 0
+    for cls in filter(attrs.has, field_types.types()):
+        needed = {field.name: field.type for field in field_types.fields(cls) if field.default is attrs.NOTHING}
+        for name, kind in needed.items():
+            given = dict.fromkeys(other for other in needed if other != name)
+            if kind in SHORT and not near("qqqqqqqq", (name,), 1):
+                assert meant("qqqqqqqq", SHORT[kind], cls, given) == name, cls
+                assert meant("qqqqqqqq", SHORT[kind], cls, given | {name: None}) == ""
+                told += 1
+    assert told > 100
 
 
 def test_names_of_other_libraries_are_answered_with_prepkit_s() -> None:

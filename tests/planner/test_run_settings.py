@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields
 from returns.pipeline import is_successful
 
 import prepkit
@@ -17,6 +17,9 @@ from prepkit.config import (
     FSDP2,
     SGD,
     XLA,
+    CompileBlocks,
+    CompileModel,
+    CompileOption,
     Config,
     DeepSpeed,
     Engine,
@@ -29,6 +32,8 @@ from prepkit.config import (
 )
 from prepkit.plan import RunSettings
 from prepkit.planner import plan
+from prepkit.planner.pieces import _compile
+from prepkit.steps import CompileModules
 from prepkit.testing import tiny_facts
 from prepkit.testing.tiny import LIBRARIES
 
@@ -117,3 +122,19 @@ def test_nothing_that_acts_reads_a_plans_config() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "config" and ast.unparse(node.value).endswith("plan")
     ]
     assert not reads
+
+
+@pytest.mark.parametrize("kind", [CompileModel, CompileBlocks])
+def test_every_setting_of_a_compilation_is_that_of_its_step(kind: type[CompileModel | CompileBlocks]) -> None:
+    option = CompileOption(name="epilogue_fusion", value=True)
+    others = {"backend": "eager", "mode": "max-autotune", "fullgraph": True, "dynamic": False, "options": (option,)}
+    others |= {"recompile_limit": 3, "isolate_recompiles": True}
+    assert others.keys() == {one.name for one in fields(kind)} & {one.name for one in fields(CompileModules)}
+    for asked in (kind(), kind(**others)):
+        (planned,) = _compile(asked, ("layers.0",), "asked", "CM-1")
+        step = planned.step
+        assert isinstance(step, CompileModules)
+        held = {name: getattr(step, name) for name in others}
+        held["options"] = tuple(CompileOption(name=one.name, value=one.value) for one in step.options)
+        assert held == {name: getattr(asked, name) for name in others}
+        assert planned.behaviour_ids == (("CM-1", "K-DY5") if asked.options else ("CM-1",))

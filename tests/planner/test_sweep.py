@@ -132,6 +132,13 @@ def test_what_is_sent_in_part_is_ranked_behind_what_is_known_in_full_and_says_so
     assert "and more" not in sweep_text(found[:-1], refused)
 
 
+def test_forty_rows_are_shown_unless_more_are_asked_for() -> None:
+    found, _ = sweep(CFG, facts("8B", 1), (8,), ("ddp",))
+    for rows, more in ((40, ""), (41, "and 1 more; --limit shows them")):
+        assert ("--limit" in sweep_text(found[:1] * rows, ())) == bool(more)
+        assert more in sweep_text(found[:1] * rows, ())
+
+
 def test_with_the_tokens_of_a_micro_batch_cut_layers_are_ranked_by_what_they_send() -> None:
     """Each gate's output is gathered, and the gradient of its input added up: 7/8 and 2 x 7/8 of it leave a rank."""
     cuts = TPPlan((TPLayer("model.layers.*.mlp.gate_proj", "colwise", output_layout="replicate"),))

@@ -12,8 +12,9 @@ from prepkit.predict import notes, predict, predict_inputs
 from prepkit.predict.deepspeed.bytes import Run, overlaps
 from prepkit.predict.deepspeed.inputs import Zero
 from prepkit.predict.inputs import Inputs
-from prepkit.predict.optimizers import OptimizerInputs, steps_on_device
+from prepkit.predict.optimizers import OptimizerInputs, StateBytes, steps_on_device
 from prepkit.predict.prediction import Label, Prediction, RankClass, Term, Traffic
+from prepkit.predict.replicated import optimizer_state
 from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
 from prepkit.steps import Axis, DDPCommHook, WrapDDP
 from prepkit.testing.tiny import tiny_facts
@@ -672,6 +673,13 @@ def test_units_without_trained_parameters_are_said_where_the_plan_trains(
 def test_the_state_of_an_optimizer_is_spoken_of_where_it_steps(trains: bool, optimizer: OptimizerInputs | None) -> None:
     made = predicted(FSDP2, inputs(MIXED, trains=trains, optimizer=optimizer))
     assert (notes.STATE in made.notes) is (trains and optimizer is not None)
+
+
+@pytest.mark.parametrize("label", Label)
+def test_all_of_an_optimizers_state_is_as_certain_as_its_formula(label: Label) -> None:
+    inputs = plain_inputs("DDP", optimizer=OptimizerInputs(module="torch.optim.adamw", name="AdamW", groups=()))
+    terms = optimizer_state(inputs, StateBytes(8, 4, label))
+    assert [(one.bytes, one.label) for one in terms] == [(8, label), (4, label)]
 
 
 def test_zero_says_what_it_sends_and_when_a_rank_keeps_more_than_its_part() -> None:

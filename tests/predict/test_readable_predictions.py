@@ -1,7 +1,8 @@
 """Predictions with all their words, as text that a person can review: ``golden/predictions/<engine>.txt``.
 
 The models are uneven on purpose: sizes that no number of ranks divides, parameters that are frozen or in 16 bits, a
-root that is larger than its units, ranks without a row. So whatever a formula reads moves a number of some case.
+root that is larger than its units, ranks without a row. So whatever a formula reads moves a number of some case. Below
+each case stand its dearest settings, and what would make it fit into a byte less than it holds at most.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 from attrs import evolve
 
 from prepkit import config as c
+from prepkit import planner
 from prepkit.facts import BufferFact, Facts, GroupFact, ModelFacts, ParamFact
 from prepkit.plan import Plan
 from prepkit.predict import PREDICTORS, predict
@@ -201,6 +203,10 @@ def _case(engine: str, model: str, world: int, settings: Settings) -> Iterator[s
     yield f"  {found.about}"
     yield from (f"  {note}" for note in found.notes)
     yield from (f"  not predicted: {what}" for what in found.not_predicted)
+    costs = planner.costs(plan)
+    assert costs is not None
+    for told in (costs, planner.fits(plan, costs.ceiling - 1), planner.fits(plan, costs.ceiling)):
+        yield from (f"  {line}" for line in str(told).splitlines())
 
 
 def _term(term: Term) -> str:

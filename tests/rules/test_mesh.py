@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Literal
 
-from prepkit.config import DDP, FSDP2, Config, Mesh
+import pytest
+from attrs import evolve
+
+from prepkit.config import DDP, FSDP1, FSDP2, Config, Mesh
 from prepkit.rules import RULES
 from prepkit.testing.tiny import tiny_facts
 from tests.support.rule_findings import finding_of, rule_ids
+from tests.support.rule_findings import mended as mended_by
 
 
 @pytest.mark.parametrize(
@@ -50,3 +54,23 @@ def test_no_mesh_is_proposed_in_which_nothing_is_sharded() -> None:
     fix = finding_of("mesh.not-world-size", cfg, tiny_facts(world=7)).fix
     assert "Mesh(replicate=1, shard=7)" in fix
     assert "replicate=7" not in fix
+
+
+LEAVE_IT_OUT = ("mesh.size-below-one", "mesh.two-rests")
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize(("world", "per_node"), [(8, 4), (8, 8), (6, 3), (6, 4), (7, 7), (16, 1), (1, 1)])
+def test_a_mesh_of_no_sizes_is_left_out_and_what_has_no_mesh_then_is_given_one_or_another_strategy(
+    sharding: Literal["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"], world: int, per_node: int
+) -> None:
+    facts = tiny_facts(world=world)
+    facts = evolve(facts, env=evolve(facts.env, per_node=per_node))
+    plain = Config(engine=FSDP1(sharding=sharding))
+    for rule, mesh in zip(LEAVE_IT_OUT, (Mesh(replicate=0), Mesh(replicate=-1, shard=-1)), strict=True):
+        mended = mended_by(rule, evolve(plain, mesh=mesh), facts)
+        if "fsdp1.mesh" in rule_ids(plain, facts):
+            assert mended == mended_by("fsdp1.mesh", plain, facts)
+            assert not {"fsdp1.mesh", *LEAVE_IT_OUT}.intersection(rule_ids(mended, facts))
+        else:
+            assert mended == plain

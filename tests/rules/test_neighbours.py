@@ -25,11 +25,9 @@ from tests.support.drawn_runs import ENGINES, run
 from tests.support.golden import assert_golden
 from tests.support.neighbours import asked
 from tests.support.readable_plans import brief
+from tests.support.rule_findings import BY_SUBJECT
 
 GOLDEN = Path(__file__).parent / "golden" / "neighbours"
-BY_SUBJECT: dict[str, list[Rule]] = defaultdict(list)
-for one in RULES:
-    BY_SUBJECT[one.id.partition(".")[0]].append(one)
 
 
 def said(rule: Rule, cfg: Config, facts: Facts) -> str:
@@ -80,15 +78,26 @@ def test_the_same_changes_silence_a_rule_or_move_its_finding(subject: str) -> No
 
 
 def repairs(rule: Rule) -> Iterator[str]:
-    for name, (cfg, facts) in bases(rule):
-        if rule.repair is not None:
-            yield f"{rule.id}{name}: {'; '.join(_changes(cfg, rule.repair(cfg, facts), 'config'))}"
+    """What the repair of each base changes, and below it what else it makes of neighbours, by the changed values."""
+    for name, (cfg, facts) in bases(rule) if rule.repair is not None else ():
+        usual = _made(rule, cfg, facts)
+        found: dict[str, list[str]] = defaultdict(list)
+        for place, other, changed in asked(cfg, facts):
+            if said(rule, other, changed) != "silent" and (made := _made(rule, other, changed)) != usual:
+                found[made].append(place)
+        yield f"{rule.id}{name}: {usual}"
+        yield from (f"  {made}: {', '.join(dict.fromkeys(places))}" for made, places in found.items())
+
+
+def _made(rule: Rule, cfg: Config, facts: Facts) -> str:
+    assert rule.repair is not None
+    return "; ".join(_changes(cfg, rule.repair(cfg, facts), "config")) or "nothing"
 
 
 def _changes(before: Any, after: Any, place: str) -> Iterator[str]:
-    """The smallest parts of two values that differ, each as it was and as it is."""
+    """The smallest parts of two values that differ, each as it is in the second."""
     if type(before) is not type(after) or not has(type(before)) or not fields(type(before)):
-        yield f"{place}: {brief(before)} -> {brief(after)}"
+        yield f"{place} = {brief(after)}"
         return
     for field in fields(type(before)):
         old, new = getattr(before, field.name), getattr(after, field.name)

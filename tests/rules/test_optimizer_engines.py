@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from prepkit.facts import Facts, MemberFact
 from prepkit.observe.optimizer import horizon, scheduler_facts
 from prepkit.resolve.optimizer_table import FAILS, MEASURED, OTHERWISE, RAISES, places
 from prepkit.rules import check
+from prepkit.rules.optimizer import SHAPED
 from prepkit.testing.tiny import tiny_facts
 from tests.support.rule_findings import finding_of, rule_ids
 
@@ -74,6 +76,16 @@ def test_an_asked_for_optimizer_is_held_against_the_table_as_a_given_one() -> No
 def test_lamb_of_any_library_is_refused_where_zero_steps_parts_of_all_parameters() -> None:
     assert "optimizer.under-engine" in rule_ids(Config(engine=pk.DeepSpeed(stage=2)), given("apex.LAMB"))
     assert "optimizer.under-engine" not in rule_ids(Config(engine=pk.DeepSpeed(stage=0)), given("apex.LAMB"))
+
+
+@pytest.mark.parametrize("name", sorted(SHAPED))
+def test_what_computes_from_whole_parameters_is_refused_under_zero_but_where_its_library_was_measured(
+    name: str,
+) -> None:
+    for library, stage in product(("torch", "deepspeed", "apex", "own"), range(3)):
+        refused = "optimizer.under-engine" in rule_ids(PLACES[f"ZeRO {stage}"], given(f"{library}.{name}"))
+        measured = f"ZeRO {stage}" in FAILS.get(f"{library}.{name}", {})
+        assert refused == (measured or (stage > 0 and library not in ("torch", "deepspeed"))), (library, stage)
 
 
 def _optimizer() -> torch.optim.Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from attrs import NOTHING, evolve, has
 
@@ -83,7 +83,7 @@ def neighbours(value: Any, cls: Any, name: str = "") -> Iterator[tuple[Place, An
     for other in () if name in COUNTED and cls is not str else others(value, cls, name):
         if type(other) is not type(value) or other != value:
             yield (short(other),), other
-    if has(type(value)):
+    if has(type(value)) or hasattr(value, "_fields"):
         yield from _fields(value)
     elif isinstance(value, tuple):
         yield from _items(value, cls)
@@ -108,7 +108,7 @@ def others(value: Any, cls: Any, name: str) -> Iterator[Any]:
         yield from ((), LIBRARIES)
     elif field_types.is_tuple(cls):
         yield from _tuples(value, cls)
-    elif all(field.default is not NOTHING for field in field_types.fields(cls)):
+    elif has(cls) and all(field.default is not NOTHING for field in field_types.fields(cls)):
         yield cls()
     elif cls in SAMPLES and value is None:
         yield SAMPLES[cls]
@@ -129,13 +129,16 @@ def _tuples(value: Any, cls: Any) -> Iterator[Any]:
 
 
 def _fields(value: Any) -> Iterator[tuple[Place, Any]]:
-    for field in field_types.fields(type(value)):
-        for place, other in neighbours(getattr(value, field.name), field.type, field.name):
+    """One field changed, of a class of attrs or of a named tuple."""
+    named = hasattr(value, "_fields")
+    kinds = get_type_hints(type(value)) if named else {one.name: one.type for one in field_types.fields(type(value))}
+    for field, kind in kinds.items():
+        for place, other in neighbours(getattr(value, field), kind, field):
             try:
-                changed = evolve(value, **{field.name: other})
+                changed = value._replace(**{field: other}) if named else evolve(value, **{field: other})
             except (TypeError, ValueError):  # what the class refuses is nobody's neighbour
                 continue
-            yield (field.name, *place), changed
+            yield (field, *place), changed
 
 
 def _items(value: tuple[Any, ...], cls: Any) -> Iterator[tuple[Place, Any]]:

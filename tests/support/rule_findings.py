@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from attrs import evolve
 
 from prepkit.config import FSDP2, Config, Wrap
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding
 from prepkit.rules import RULES, check
+from prepkit.rules.rule import Rule
 from prepkit.testing.tiny import tiny_facts
+
+
+def _by_subject() -> dict[str, tuple[Rule, ...]]:
+    ordered = sorted(RULES, key=lambda rule: rule.id.partition(".")[0])  # stable
+    subjects = {name: tuple(rules) for name, rules in groupby(ordered, lambda rule: rule.id.partition(".")[0])}
+    several = {name: rules for name, rules in subjects.items() if len(rules) > 1}
+    return several | {"alone": tuple(rule for rules in subjects.values() if len(rules) == 1 for rule in rules)}
+
+
+BY_SUBJECT = _by_subject()
+"""Rules before there is a plan, as golden texts have them: by subject, those that are alone in theirs together."""
 
 
 def rule_ids(cfg: Config, facts: Facts | None = None) -> list[str]:

@@ -32,11 +32,11 @@ def do(step: Step, target: Target) -> Any:
     return handlers()[type(step)].do(step, target)
 
 
-def undo(step: Step, target: Target, memo: Any) -> None:
-    """Takes a step back."""
+def undo(step: Step, target: Target, memo: Any) -> str:
+    """Takes a step back; what of it stays."""
     back = handlers()[type(step)].undo
     assert back is not None
-    back(step, target, memo)
+    return back(step, target, memo) or ""
 
 
 @contextmanager

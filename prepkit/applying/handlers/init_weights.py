@@ -192,7 +192,7 @@ class OtherUnitsParameter(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Properties and sizes pass; anything else raises ``RunRefused``."""
         if func.__name__ in {"__get__", "dim", "size", "numel", "detach", "is_floating_point", "__len__"}:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch
         what = f"an initialiser calls {func.__name__} on a parameter of shape {tuple(args[0].shape)} of another unit"
         fix = "Initialise it in a module of that unit, or load the weights: LoadWeights(path)."
         raise refused("weights.not-initialised", "model", what, fix)

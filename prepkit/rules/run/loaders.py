@@ -74,7 +74,7 @@ def _same(facts: RunFacts) -> Iterator[Hit]:
         elif loader.replicas and loader.replicas < readers:
             what = f"Its samples are divided into {count(loader.replicas, 'part')}, and {readers} ranks read them."
             yield Hit(f"loaders[{index}]", what)
-        elif loader.replicas > 1 and facts.ranks and len(_parts(facts, index)) < min(readers, loader.replicas):
+        elif facts.ranks and len(_parts(facts, index)) < min(readers, loader.replicas):
             what = (
                 f"{readers} ranks read {count(len(_parts(facts, index)), 'part')} of {loader.replicas}: some the same."
             )

@@ -106,16 +106,18 @@ def test_two_ranks_learn_what_one_process_learns_from_rank_0_s_weights(gang2: Ga
     assert gang2.run(learn) == [(True, [])] * 2
 
 
-def undone_is_alone(rank: int, world: int) -> bool:
-    """Whether gradients stay a rank's own once the wrapper has been taken off again."""
+def undone_is_alone(rank: int, world: int) -> tuple[bool, str]:
+    """Whether gradients stay a rank's own once the wrapper has been taken off again, and what is told to stay."""
     target = Target(model=seeded())
-    undo(wrapping(), target, do(wrapping(), target))
+    stays = undo(wrapping(), target, do(wrapping(), target))
     target.model(TOKENS.chunk(world)[rank]).square().mean().backward()
     grad = target.model.embed.weight.grad
     held = [torch.empty_like(grad) for _ in range(world)]
     dist.all_gather(held, grad)
-    return not torch.equal(held[0], held[1])
+    return not torch.equal(held[0], held[1]), stays
 
 
 def test_a_model_that_came_out_again_averages_nothing(gang2: Gang) -> None:
-    assert gang2.run(undone_is_alone) == [True, True]
+    (first, stays), (second, told) = gang2.run(undone_is_alone)
+    assert (first, second, stays) == (True, True, "")
+    assert "may hold the values of rank 0" in told

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from prepkit import config
 from prepkit.api import apply
+from prepkit.applying.handlers.deepspeed import _cast_parts
 from prepkit.config import (
     BF16,
     DDP,
@@ -38,6 +39,16 @@ from tests.support.fragile_model import WORDS, Tiny
 from tests.support.gang import Gang
 
 pytest.importorskip("deepspeed", reason="the extra prepkit[deepspeed] is not installed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8, torch.int64])
+def test_parts_are_cast_where_they_hold_numbers_and_the_parameter_is_divided(dtype: torch.dtype) -> None:
+    divided, whole = (nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False) for _ in range(2))
+    divided.ds_tensor = torch.zeros(4, dtype=dtype)  # type: ignore[attr-defined]  # as DeepSpeed does
+    _cast_parts((divided, whole), torch.bfloat16)
+    cast = torch.bfloat16 if dtype.is_floating_point else dtype
+    assert (divided.dtype, divided.ds_tensor.dtype, whole.dtype) == (cast, cast, dtype)  # type: ignore[attr-defined]
+
 
 WINDOWS, MICRO = 4, 2
 BASE = Config(engine=DeepSpeed(micro_batch=2), accumulation=MICRO, clip=ClipNorm(0.05))

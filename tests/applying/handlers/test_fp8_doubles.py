@@ -259,6 +259,8 @@ def test_a_model_comes_out_of_both_autocasts_with_the_forward_that_it_had(
     optimizer = AdamW(model.parameters())
     target = applied(planned(config(), model, optimizer), model, optimizer)
     assert unwrap(target.model) is model
+    (text,) = problems(DELAYED, target)
+    assert "runs under prepkit's float8 autocast" in text
     model(TOKENS)
     assert len(engine) == 1
     assert unwrap(target.model, keep_autocast=False) is model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,16 @@ from tests.support.drawn_training import found_by_proof
 from tests.support.fragile_model import WIDTH, WORDS, Tiny
 from tests.support.gang import Gang
 from tests.support.single_step import do, fake_group, problems, shard_mesh
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_scalar_of_joined_states_lies_where_the_optimizer_keeps_it(on_device: bool) -> None:
+    flat = nn.Parameter(torch.empty(4, device="meta"))
+    states = {name: {"step": torch.tensor(3.0)} for name in "ab"}
+    shapes = {name: SimpleNamespace(shape=torch.Size([2])) for name in "ab"}
+    joined = fsdp1._join(states, shapes, flat, on_device)  # type: ignore[arg-type]
+    assert joined["step"].device.type == ("meta" if on_device else "cpu")
+
 
 BLOCKS = ("layers.0", "layers.1", "layers.2")
 BATCHES = torch.randint(WORDS, (6, 4, 4), generator=torch.Generator().manual_seed(5))

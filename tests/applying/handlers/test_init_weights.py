@@ -188,7 +188,7 @@ class Looking(Reaching):
 
     def reset_parameters(self) -> None:
         weight = self.blocks[0].weight
-        self.seen = weight.dtype, weight.device.type, tuple(weight.shape), tuple(weight.size()), weight.numel()
+        self.seen = weight.dtype, weight.device.type, tuple(weight.shape), weight.size(dim=1), weight.numel()
         nn.init.zeros_(self.own)
 
 
@@ -202,7 +202,7 @@ def looking(rank: int, world: int) -> tuple[object, ...]:
 
 
 def test_a_method_may_ask_what_another_unit_holds_which_costs_no_memory(gang2: Gang) -> None:
-    assert gang2.run(looking) == [(torch.bfloat16, "meta", (3, 3), (3, 3), 9)] * 2
+    assert gang2.run(looking) == [(torch.bfloat16, "meta", (3, 3), 3, 9)] * 2
 
 
 def test_a_buffer_on_meta_that_nothing_computes_is_refused_before_anything_is_changed() -> None:

@@ -6,6 +6,7 @@ import inspect
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from attrs import evolve
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from prepkit.applying.handlers.loaders import _source
 from prepkit.loading.loader import mover
 from prepkit.objects.target import Target
 from prepkit.steps import LocalDevice, ShardLoader, WrapLoader
@@ -186,6 +188,42 @@ def test_a_loader_that_was_not_given_is_refused() -> None:
 # --- what is handed out ---------------------------------------------------------------------------------------------
 
 WRAP = WrapLoader(index=0, device=LocalDevice(type="cpu"), ends_window=True, evaluation=False)
+
+
+@pytest.mark.parametrize("device", [None, LocalDevice(type="cpu")])
+def test_a_wrapper_is_what_its_step_says(device: LocalDevice | None) -> None:
+    for ends_window, evaluation in product((True, False), repeat=2):
+        step = WrapLoader(index=0, device=device, ends_window=ends_window, evaluation=evaluation)
+        target = target_with(DataLoader(DATA, batch_size=2))
+        with fake_group(4, 2):
+            do(step, target)
+        wrapper = target.loaders[0]
+        assert (wrapper.ends_window, wrapper.evaluation, wrapper.part) == (ends_window, evaluation, 2)
+        assert wrapper.device == (None if device is None else torch.device("cpu"))
+
+
+class Shards(IterableDataset[int]):
+    """Numbers that are asked for a part of them."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.numbers[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+
+def test_a_stream_in_shards_gives_each_rank_its_own_and_one_that_is_whole_is_drawn_from_the_step_s_seed() -> None:
+    for rank in range(3):
+        source = _source(evolve(STEP, split="shards"), DataLoader(Shards(DATA), batch_size=2), 3, rank, None)
+        assert source.loader.dataset.numbers == DATA[rank::3]
+    for seed in (None, 0, 5):
+        target = target_with(DataLoader(Shards(DATA), batch_size=2, collate_fn=collate))
+        with fake_group(3):
+            do(evolve(STEP, split="stream", seed=seed), target)
+        assert target.loaders[0].source.divided.seed == (seed or 0)
 
 
 class Moved:

@@ -9,7 +9,7 @@ import pytest
 
 import prepkit as pk
 from prepkit.config import BF16, AdamW, Config, DeepSpeed
-from prepkit.planner.budget import Fit, bounds
+from prepkit.planner.budget import Fit, bounds, moves
 from prepkit.predict import predict
 from prepkit.resolve.deepspeed.data import look, offloaded, offloads, restaged, said, stage, with_zero
 from tests.support.llama_facts import fsdp2
@@ -55,6 +55,12 @@ def test_a_bucket_that_is_too_big_is_halved_until_it_fits_and_no_further() -> No
     found = [one for one in engines(pk.fits(plan, usual)) if look(said(one), "zero_optimization.reduce_bucket_size")]
     sizes = [look(said(one), "zero_optimization.reduce_bucket_size") for one in found]
     assert [size for size in sizes if size != 4_000_000_000] == [1_000_000_000]
+
+
+@pytest.mark.parametrize(("size", "halves"), [(10_000_000, 1), (9_999_998, 0), (20_000_000, 2)])
+def test_a_bucket_is_halved_down_to_a_hundredth_of_the_usual_one(size: int, halves: int) -> None:
+    found = [move for move in moves(fsdp2("8B", 64, zero(2, reduce_bucket_size=size))) if move.about == "bucket"]
+    assert len(found) == halves
 
 
 def test_two_changes_together_are_proposed_where_none_alone_fits() -> None:

@@ -655,3 +655,17 @@ def test_an_optimizer_of_the_json_beside_one_that_names_its_parameters_is_told()
     said = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     found = worked(said, tiny_facts(world=2, optimizer=False), cfg_optimizer=AdamW(names=("layers.*",)))
     assert "deepspeed.two-optimizers" in {flaw.rule for flaw in found.flaws}
+
+
+@pytest.mark.parametrize("intent", Intent)
+@pytest.mark.parametrize("clip", [None, ClipNorm(1.0)])
+@pytest.mark.parametrize("precision", [None, BF16()])
+def test_what_the_json_leaves_to_its_caller_is_told_where_it_stays_off(
+    intent: Intent, clip: ClipNorm | None, precision: Precision
+) -> None:
+    for left in ({"gradient_clipping": "auto"}, {"bf16": {"enabled": "auto"}}, {"gradient_clipping": 0.0}, {}):
+        found = worked(left, stage=0, cfg_intent=intent, cfg_clip=clip, cfg_precision=precision)
+        unclipped = left.get("gradient_clipping") == "auto" and clip is None and intent is Intent.TRAINING
+        told = " ".join(flaw.what for flaw in found.flaws if flaw.rule == "deepspeed.turned-off")
+        assert ("gradient_clipping" in told) == unclipped
+        assert ("`bf16.enabled`" in told) == ("bf16" in left and precision is None)
