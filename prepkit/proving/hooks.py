@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
@@ -152,100 +149,6 @@ class Called:
         )
 
 
-CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
-"""Functions of torch's that clip, and what takes note of each."""
-
-
-@define(eq=False)
-class Clipping:
-    """How the gradients of a model are clipped while a window is recorded."""
-
-    clip: ClipProof | None
-    """As a plan has it, or the last one that was seen; the norm that a plan allows stays."""
-    value: float | None
-    """To which each element is clipped, likewise."""
-    at: list[int] = field(factory=list, init=False)
-    """Micro-batches before each clipping that has shrunk something."""
-    _asked: ClipProof | None = field(init=False)
-    _power: float = field(default=2.0, init=False)
-    _norms: dict[int, float | None] = field(factory=dict, init=False)
-    """The norm by which each parameter was clipped last, which parts of one clipping have in common."""
-    _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
-    _micros: Sized = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._asked = self.clip
-
-    def places(
-        self, mine: Callable[[], dict[int, nn.Parameter] | None], micros: Sized
-    ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Home and name of each function, and what is to be called in its place.
-
-        ``mine``: the parameters that are meant, by identity; None: nothing is noted now.
-        """
-        self._mine, self._micros = mine, micros
-        yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
-        clips = {
-            known: (vars(clip_grad)[name], getattr(self, how))
-            for name, how in CLIPS.items()
-            for known in (name, name.removeprefix("_"))  # also where it was imported by its public name
-        }
-        for home in list(sys.modules.values()):
-            there: Mapping[str, Any] = getattr(home, "__dict__", {})
-            for known in clips.keys() & there.keys():
-                plain, instead = clips[known]
-                if there[known] is plain:
-                    yield home, known, instead
-
-    def seen(self, micros: int) -> ClipProof | None:
-        """The last clipping of a window with so many micro-batches."""
-        return evolve(self.clip, early=any(at < micros for at in self.at)) if self.clip else None
-
-    def clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
-        """Of gradients whose norm is known."""
-        given = [params] if isinstance(params, Tensor) else list(params)
-        mine = self._mine()
-        others = [] if mine is None else [param for param in given if id(param) not in mine]
-        if mine is not None and not given and self.clip is None and isfinite(most):
-            self.clip = ClipProof(most=float(most), empty=True)
-        if mine is not None and len(others) < len(given):  # else another model is clipped
-            joint = None if isinstance(norm, DTensor) else float(norm)
-            self._note(most, joint, beyond=bool(others))
-            self._norms |= {id(param): joint for param in given}
-            held = {key for key, one in mine.items() if one.requires_grad and one.grad is not None}
-            alike = held <= self._norms.keys() and len({self._norms[key] for key in held}) < 2
-            if self.clip is not None and not alike:
-                self.clip = evolve(self.clip, parts=True)
-        return plain(given, most, norm, *args, **kw)
-
-    def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:
-        """A norm of gradients."""
-        self._power = float(norm_type)
-        return plain(grads, norm_type, *args, **kw)
-
-    def clamped(self, plain: Callable[..., Any], params: Any, clip_value: float, *args: Any, **kw: Any) -> Any:
-        """Each element by itself."""
-        if self.value is None and self._mine() is not None:
-            self.value = float(clip_value)
-        return plain(params, clip_value, *args, **kw)
-
-    def clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, norm_type: float = 2.0) -> Any:
-        """By FSDP1's own method, which knows the norm of all shards."""
-        norm, self._power = plain(unit, most, norm_type), float(norm_type)
-        if self._mine() is not None:
-            self._note(most, float(norm), beyond=False)
-        return norm
-
-    def _note(self, most: float, norm: float | None, *, beyond: bool) -> None:
-        if not isfinite(most):  # as the Trainer of transformers measures a norm
-            return
-        seen = norm if norm is None or isfinite(norm) else None
-        allowed = float(most) if self._asked is None else self._asked.most
-        self.clip = ClipProof(most=allowed, seen=seen, power=self._power, beyond=beyond)
-        if seen is not None and seen > most:
-            self.at.append(len(self._micros))
-
-
 def evaluating(root: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that are in evaluation."""
     return tuple(path for path, module in names.named_modules(root).items() if not module.training)
@@ -283,6 +186,8 @@ class Around:
     """The class of what wraps the model there."""
     kept: tuple[str, ...] = field(default=(), init=False)
     twice: bool = field(default=False, init=False)
+    asked: tuple[int, ...] = field(default=(), init=False)
+    """Identities of the weights whose gradients the program has asked for, and goes backward over by nothing else."""
     idle: int = field(default=0, init=False)
     """Steps over gradients that were cleared after the last backward, one after the other."""
     _cleared: int = field(default=0, init=False)
@@ -327,12 +232,20 @@ class Around:
         return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
 
     def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A backward, which ``torch.autograd.grad`` is none of: what that asks for is not what trains."""
+        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains."""
         self._going += 1
         try:
             return plain(*args, **kwargs)
         finally:
             self._going -= 1
+
+    def asks(self, wanted: tuple[int, ...]) -> None:
+        """The program asks for the gradients of these weights."""
+        if self.asked and self.asked != wanted:
+            self.unproven = (
+                "the program has asked torch.autograd.grad for gradients of some weights, and then of others"
+            )
+        self.asked = wanted
 
     def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
         """A hook that keeps the gradient of an output; one that arrives again adds up."""
@@ -393,7 +306,47 @@ class Around:
             cleared=self._cleared,
             wasted=self.wasted(kept, scale, known),
             idle=self.idle > 1,
+            asked=bool(self.asked),
         )
+
+
+def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:
+    """Identities of the trained weights of a model among what gradients are asked for."""
+    mine = {id(param) for _, param in parameters(root) if param.requires_grad}
+    given = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    return tuple(sorted({id(one) for one in given} & mine))
+
+
+def in_the_same_place(root: nn.Module, others: Collection[nn.Module]) -> Iterator[str]:
+    """Yield other modules that were called whose weights lie where those of the model lie, though they are others."""
+    trained = [(local(param), id(param)) for _, param in parameters(root) if param.requires_grad]
+    places = {part.data_ptr(): its for part, its in trained if part.numel() and part.data_ptr()}
+    for one in others:
+        here = [(name, places.get(local(param).data_ptr()), id(param)) for name, param in one.named_parameters()]
+        if same := [f"`{name}`" for name, mine, its in here if mine is not None and mine != its]:
+            said = f"weights of `{type(one).__name__}` lie where the model's lie ({', '.join(same[:3])})"
+            yield f"{said}, and move with each step: copy a teacher or a target (copy.deepcopy, no assign=True)"
+
+
+def transforms() -> bool:
+    """Return whether this is inside of a transform of ``torch.func``: its tensors mean nothing outside."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def added_up(terms: Sequence[str], calls: Sequence[Called]) -> int:
+    """Of how many losses of one kind a loss is the sum, each of a call over other samples; 1: nobody can tell."""
+    used = [call for call in calls if call.ends]
+    shapes = {(call.inputs, *(one.shape for key, one in call.tensors.items() if key != "rng")) for call in used}
+    others = {digest(call.tensors) for call in used}
+    alike = len(set(terms)) == len(shapes) == 1
+    return len(terms) if alike and len(terms) == len(used) == len(others) else 1
+
+
+def place_in(known: list[Any], one: Any) -> int:
+    """Its place among those that are known, to which it is added."""
+    if one not in known:
+        known.append(one)
+    return known.index(one)
 
 
 def alike(one: Tensor, other: Tensor) -> bool:

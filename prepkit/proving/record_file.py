@@ -91,6 +91,10 @@ class Micro:
     """Where the program went backward; empty: nobody knows."""
     operators: str = ""
     """What the program has made its loss with, as ``loss_graph.operators_of``."""
+    added: int = 1
+    """Of how many losses of one kind, each of a call of its own, it is the sum; nothing has divided them."""
+    like: int = 0
+    """Losses that were made in the same line, by the same operators and with the same weights have the same number."""
 
 
 @frozen(kw_only=True)
@@ -135,6 +139,8 @@ class Disturbed:
     """Those of them that are certainly of the same step, as ``hooks.Around.wasted``."""
     idle: bool = False
     """Whether nothing else was recorded, because each step comes after gradients were cleared."""
+    asked: bool = False
+    """Whether the program has asked for gradients, and puts them into their places itself."""
 
 
 @frozen(kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -27,25 +28,29 @@ from prepkit.proving import bare, tree
 from prepkit.proving.hooks import (
     Around,
     Called,
-    Clipping,
+    added_up,
+    asked_for,
     clip_of,
     engine_of,
     evaluating,
     held_parts,
+    in_the_same_place,
     keep_changed,
     known_accumulation,
     line_of,
     other_buffers,
     parameters,
+    place_in,
     shapes,
     trainer_accumulation,
+    transforms,
     with_closure,
     with_gradients,
 )
-from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of, seed_of
+from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of, seed_of, weights_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
-from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
+from prepkit.proving.steppers import Clipping, acting, earlier, holds, is_fresh, places, plain_options
 from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
@@ -118,7 +123,15 @@ class Recorder:
     """Entries of an optimizer's state that a record cannot hold."""
     _strange: bool = field(default=False, init=False)
     """Whether an optimizer has stepped that holds nothing of any model that was called."""
+    transformed: bool = field(default=False, init=False)
+    """Whether a module was called inside of a transform of ``torch.func``, whose gradients nothing outside sees."""
+    _still: dict[int, nn.Module] = field(factory=dict, init=False)
+    """Modules that were called, and do not train."""
+    _likes: list[Any] = field(factory=list, init=False)
+    """How each kind of loss was made, so that those of one kind have the same place."""
     _stack: ExitStack = field(factory=ExitStack, init=False)
+    _hooked: ExitStack = field(factory=ExitStack, init=False)
+    """What hangs on the root."""
 
     def __attrs_post_init__(self) -> None:
         self.family = [self]
@@ -129,13 +142,15 @@ class Recorder:
         """Hooks are on inside."""
         with ExitStack() as stack:
             self._stack = stack
+            stack.callback(self._hooked.close)
             if self.root is None:
                 stack.enter_context(called_first(self._root))
             else:
-                self._attach(self.root, stack)
+                self._attach(self.root, self._hooked)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
                 (torch.autograd, "backward", self._around.goes),
+                (torch.autograd, "grad", self._asks),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
@@ -175,6 +190,9 @@ class Recorder:
         for other in self.family[1:] if self.family[0] is self else ():
             if not other.stepped:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
+        others = [one.root for one in self.family if not one.stepped and one.root is not None]
+        for told in in_the_same_place(self.root, (*self.family[0]._still.values(), *others)):
+            self.tell(told)
         engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._scale
         clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._optimizers
@@ -212,11 +230,25 @@ class Recorder:
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def _root(self, module: nn.Module, *_: Any) -> None:
-        """Takes the first module that trains for the root, and gives any other a recorder of its own."""
-        if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
+        """Takes the first module that trains for the root, or what holds it, and gives any other a recorder of its own.
+
+        A part may be called before the whole: a layer with a parametrization calls it when its weight is looked at.
+        """
+        self.transformed = self.transformed or transforms()
+        if transforms():
+            return
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            self._still[id(module)] = module
             return
         if self.root is None:
-            self._attach(module, self._stack)
+            self._attach(module, self._hooked)
+            return
+        inside = set(module.modules()) - {module}
+        if parts := [one for one in self.family if one.root in inside and not (one._micros or one.stepped)]:
+            for one in parts:
+                one._detach(done=one is not parts[0])
+            self.family[:] = [one for one in self.family if one.root is not None or one is parts[0]]
+            parts[0]._attach(module, parts[0]._hooked)
             return
         mine = {id(param) for param in module.parameters()}
         for one in self.family:
@@ -231,6 +263,13 @@ class Recorder:
         other.largest, other.family = self.largest, self.family
         self.family.append(other)
         self._stack.enter_context(other.on())
+
+    def _detach(self, *, done: bool) -> None:
+        """Forgets a root of which nothing went backward."""
+        self._hooked.close()
+        self.root, self.done, self._dtype, self._around.swung = None, done, torch.float64, False
+        for what in (self._calls, self._tensors, self._limits, self._tracer):
+            what.clear()
 
     def _attach(self, root: nn.Module, stack: ExitStack) -> None:
         self.root = bare.standing(root)
@@ -254,6 +293,8 @@ class Recorder:
             stack.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
 
     def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if transforms():
+            return
         if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
         if self._ready and torch.is_grad_enabled():
@@ -299,7 +340,7 @@ class Recorder:
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
         self._operators.close()
-        if self.done or not torch.is_grad_enabled() or not self._calls:
+        if self.done or transforms() or not torch.is_grad_enabled() or not self._calls:
             return
         call, found = self._calls[-1], list(tree.tensors_of(output))
         call.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
@@ -318,18 +359,43 @@ class Recorder:
         if self.done and self._again and not self._stepping:
             self._around.kept = with_gradients(self.root)
             self._over()
-        open_calls = [call for call in self._calls if call.micro < 0]
-        trains = not (self._stepping or self.done) and losses[0].numel() == 1
-        if trains and not open_calls and not self._around.again(self.root, losses[0], self._calls):
-            self._around.past(self.root, losses[0], set(), first=not self._micros)
+        if self._around.asked and not (self.done or self._stepping):  # that was not what trains
+            self._around.asked = ()
+            self._micros.clear()
+            for call in self._calls:
+                call.micro = -1
+                call.arrived.clear()
+        seed = seed_of(losses[0], args[0] if args else kwargs.get("grad_tensors"))
+        return self._goes(partial(plain, tensors, *args, **kwargs), losses[0], seed)
+
+    def _asks(self, plain: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gradients of weights that a program puts into their places itself, unless a backward follows."""
+        losses = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        wanted = asked_for(self.root, inputs)
+        graph = args[2] if len(args) > 2 else kwargs.get("create_graph")
+        if self._stepping or graph or not wanted or (self._micros and not (self._around.asked or self.done)):
+            return plain(outputs, inputs, *args, **kwargs)
+        if self.done and self._again:
+            self._over()
+        if not self.done:
+            self._around.asks(wanted)
+        seed = seed_of(losses[0], args[0] if args else kwargs.get("grad_outputs"))
+        return self._around.goes(self._goes, partial(plain, outputs, inputs, *args, **kwargs), losses[0], seed)
+
+    def _goes(self, plain: Callable[[], Any], tensor: Tensor, seed: float) -> Any:
+        """Backward from one loss."""
+        open_calls, asked = [call for call in self._calls if call.micro < 0], bool(self._around.asked)
+        trains = not (self._stepping or self.done) and tensor.numel() == 1
+        if trains and not open_calls and not self._around.again(self.root, tensor, self._calls) and not asked:
+            self._around.past(self.root, tensor, set(), first=not self._micros)
         if not (trains and open_calls):  # as in checkpointing too, which goes backward inside a backward
-            return plain(tensors, *args, **kwargs)
-        factor: Factor = factor_of(losses[0])
+            return plain()
         ends = {id(end) for call in open_calls for end in call.ends}
+        factor: Factor = factor_of(tensor, ends)
         micro = len(self._micros)
-        self._around.backward(self.root, losses[0], ends, first=not self._micros)
+        self._around.backward(self.root, tensor, ends, first=not (self._micros or asked))
         total = factor.total or any(call.own_total for call in open_calls)
-        loss = float(losses[0].detach())
+        loss = float(tensor.detach())
         if not isfinite(loss) and self._tokens == 0:  # a mean over nothing, which counts as nothing
             loss = 0.0
         if not isfinite(loss):
@@ -338,13 +404,15 @@ class Recorder:
         self._micros.append(
             Micro(
                 loss=loss / factor.value if factor.value else loss,
-                factor=factor.value * seed_of(losses[0], args[0] if args else kwargs.get("grad_tensors")),
+                factor=factor.value * seed,
                 total=total and self._tokens is None,
                 tokens=self._tokens,
                 count=factor.count,
                 meant=factor.meant,
-                line=next(line_of("backward"), ""),
-                operators=operators_of(losses[0], ends),
+                added=added_up(factor.terms, open_calls),
+                line=(line := next(line_of("backward"), "")),
+                operators=(operators := operators_of(tensor, ends)),
+                like=place_in(self._likes, (line, operators, {*weights_of(tensor, ends)})),
             )
         )
         self._tokens = None
@@ -352,11 +420,11 @@ class Recorder:
         for call in open_calls:
             call.micro = micro
         self._tracer.backward = True
-        result = plain(tensors, *args, **kwargs)
+        result = plain()
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._around.past(self.root, losses[0], ends, first=False)
+            self._around.past(self.root, tensor, ends, first=False)
             for call in open_calls:
                 call.micro = -1  # its own may follow
         return result
@@ -366,6 +434,8 @@ class Recorder:
         result = plain(which, *args, **kwargs)
         if self.done and holds(self.root, which):
             self._ready = self.lingers
+        elif self._around.asked:  # what was asked for lies elsewhere
+            return result
         elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
             self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]

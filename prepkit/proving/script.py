@@ -29,9 +29,19 @@ TOGETHER = (
 
 
 UNSEEN = (
-    "optimizers have stepped, and nothing that the loop has called holds what they step: a step inside of a module's "
-    "own call, as by manual optimization, or weights that no call of a module holds as they are stepped, as under vmap"
+    "optimizers have stepped, and no backward went over outputs of what holds the weights that they step: a step "
+    "inside of a module's own call, as by manual optimization, or gradients that were made with other weights"
 )
+TRANSFORMED = (
+    "torch.func (grad, vjp, vmap) has made the gradients: inside of it nothing can be recorded. While you prove, "
+    "make them by loss.backward(), or by torch.autograd.grad(loss, parameters)"
+)
+SAID = {
+    "run.not-averaged": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
+    "run.averaged-over-part": ("prove.part-of-ranks",),
+    "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
+}
+"""Rules of an audit, which looks at what stands there, to those of a proof that tell the same from gradients."""
 ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""
 
@@ -70,7 +80,7 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         arrivals.meet("the end of its window", last=True)
         proof = proven_window(recorder, keep)
         if proof is None and steps:
-            proof = _unproven(UNSEEN)
+            proof = _unproven(TRANSFORMED if any(one.transformed for one in recorder.family) else UNSEEN)
     except TooLarge as error:
         arrivals.ends(str(error))
         proof = _unproven(str(error))
@@ -78,7 +88,14 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         proof = _uneven(str(apart))
     finally:
         hook.remove()
-    return evolve(proof, audit=seen[0] if seen else None) if proof is not None else None
+    return evolve(proof, audit=_beside(seen[0], proof) if seen else None) if proof is not None else None
+
+
+def _beside(audit: Audit, proof: Proof) -> Audit:
+    """The audit without what the proof tells more exactly."""
+    told = {one.rule for one in proof.findings}
+    said = {rule for rule, by in SAID.items() if told & set(by)}
+    return evolve(audit, findings=tuple(one for one in audit.findings if one.rule not in said))
 
 
 def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:

@@ -1,14 +1,21 @@
-"""What a recorder reads off an optimizer that is about to step: its class, its options, and which tensors it steps."""
+"""What a recorder reads off who steps: an optimizer's class, options and tensors, and how gradients are clipped."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sized
+from math import isfinite
 from typing import Any
 
 import torch
+from attrs import define, evolve, field
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
+from prepkit.facts.proof import ClipProof
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
 
@@ -90,3 +97,97 @@ def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, An
                 found[name] = (group, param, (values.data_ptr() - begin) // values.element_size())
                 break
     return found
+
+
+CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
+"""Functions of torch's that clip, and what takes note of each."""
+
+
+@define(eq=False)
+class Clipping:
+    """How the gradients of a model are clipped while a window is recorded."""
+
+    clip: ClipProof | None
+    """As a plan has it, or the last one that was seen; the norm that a plan allows stays."""
+    value: float | None
+    """To which each element is clipped, likewise."""
+    at: list[int] = field(factory=list, init=False)
+    """Micro-batches before each clipping that has shrunk something."""
+    _asked: ClipProof | None = field(init=False)
+    _power: float = field(default=2.0, init=False)
+    _norms: dict[int, float | None] = field(factory=dict, init=False)
+    """The norm by which each parameter was clipped last, which parts of one clipping have in common."""
+    _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
+    _micros: Sized = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._asked = self.clip
+
+    def places(
+        self, mine: Callable[[], dict[int, nn.Parameter] | None], micros: Sized
+    ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Home and name of each function, and what is to be called in its place.
+
+        ``mine``: the parameters that are meant, by identity; None: nothing is noted now.
+        """
+        self._mine, self._micros = mine, micros
+        yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
+        clips = {
+            known: (vars(clip_grad)[name], getattr(self, how))
+            for name, how in CLIPS.items()
+            for known in (name, name.removeprefix("_"))  # also where it was imported by its public name
+        }
+        for home in list(sys.modules.values()):
+            there: Mapping[str, Any] = getattr(home, "__dict__", {})
+            for known in clips.keys() & there.keys():
+                plain, instead = clips[known]
+                if there[known] is plain:
+                    yield home, known, instead
+
+    def seen(self, micros: int) -> ClipProof | None:
+        """The last clipping of a window with so many micro-batches."""
+        return evolve(self.clip, early=any(at < micros for at in self.at)) if self.clip else None
+
+    def clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
+        """Of gradients whose norm is known."""
+        given = [params] if isinstance(params, Tensor) else list(params)
+        mine = self._mine()
+        others = [] if mine is None else [param for param in given if id(param) not in mine]
+        if mine is not None and not given and self.clip is None and isfinite(most):
+            self.clip = ClipProof(most=float(most), empty=True)
+        if mine is not None and len(others) < len(given):  # else another model is clipped
+            joint = None if isinstance(norm, DTensor) else float(norm)
+            self._note(most, joint, beyond=bool(others))
+            self._norms |= {id(param): joint for param in given}
+            held = {key for key, one in mine.items() if one.requires_grad and one.grad is not None}
+            alike = held <= self._norms.keys() and len({self._norms[key] for key in held}) < 2
+            if self.clip is not None and not alike:
+                self.clip = evolve(self.clip, parts=True)
+        return plain(given, most, norm, *args, **kw)
+
+    def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:
+        """A norm of gradients."""
+        self._power = float(norm_type)
+        return plain(grads, norm_type, *args, **kw)
+
+    def clamped(self, plain: Callable[..., Any], params: Any, clip_value: float, *args: Any, **kw: Any) -> Any:
+        """Each element by itself."""
+        if self.value is None and self._mine() is not None:
+            self.value = float(clip_value)
+        return plain(params, clip_value, *args, **kw)
+
+    def clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, norm_type: float = 2.0) -> Any:
+        """By FSDP1's own method, which knows the norm of all shards."""
+        norm, self._power = plain(unit, most, norm_type), float(norm_type)
+        if self._mine() is not None:
+            self._note(most, float(norm), beyond=False)
+        return norm
+
+    def _note(self, most: float, norm: float | None, *, beyond: bool) -> None:
+        if not isfinite(most):  # as the Trainer of transformers measures a norm
+            return
+        seen = norm if norm is None or isfinite(norm) else None
+        allowed = float(most) if self._asked is None else self._asked.most
+        self.clip = ClipProof(most=allowed, seen=seen, power=self._power, beyond=beyond)
+        if seen is not None and seen > most:
+            self.at.append(len(self._micros))

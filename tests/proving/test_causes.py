@@ -65,7 +65,7 @@ def test_parts_that_ranks_have_scaled_by_numbers_of_their_own_are_told_with_the_
     (scaled,) = found_in(evolve(APART, gradients=(evolve(whole, parts=parts),))).findings
     assert scaled.rule == "prove.clipped-scaled"
     assert "0.5 x on rank 0, 0.8 x on rank 1" in scaled.what
-    assert "clip_grad_norm_ over the model's own parameters" in scaled.fix
+    assert "model.clip_grad_norm_ of FSDP1" in scaled.fix
     (other,) = found_in(
         evolve(APART, gradients=(evolve(whole, parts=(parts[0], evolve(parts[1], squares=(9.0,)))),))
     ).findings

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit
-from prepkit.rules.run.proof_causes import BY_EACH_RANK, OF_ITS_PART, Cause, aim_of, by_hand, causes, counts, near, norm
+from prepkit.rules.run.proof_causes import (
+    BY_EACH_RANK,
+    BY_HAND,
+    OF_ITS_PART,
+    Cause,
+    aim_of,
+    by_hand,
+    causes,
+    counts,
+    near,
+    norm,
+)
 
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
@@ -17,7 +28,7 @@ _BEHIND = "Call zero_grad() behind step(), or before the backward."
 def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
     """Each cause of this rule, and the gradients that it explains."""
     for cause, names in causes(facts):
-        if cause.rule == rule and not (rule == "prove.direction" and by_hand(facts)):
+        if cause.rule == rule and not (rule in BY_HAND and by_hand(facts)):
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
             ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
@@ -42,7 +53,8 @@ def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
         return "Clip once the gradients are averaged, by one norm of all of them."
     if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART):
         return (
-            "Clip by the norm of all parts: clip_grad_norm_ over the model's own parameters, or ClipNorm in the config."
+            "Clip by the norm of all parts: model.clip_grad_norm_ of FSDP1, of FSDP2 torch's clip_grad_norm_ over the "
+            "model's own parameters, or ClipNorm in the config."
         )
     if rule == "prove.micro-batch" and cause.why.startswith("without the last") and facts.world > 1:
         return (
