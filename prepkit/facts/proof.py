@@ -100,6 +100,8 @@ class ClipProof:
     """Whether it was taken over some of the parameters alone, and others perhaps over the rest."""
     empty: bool = False
     """Whether it was given no parameter."""
+    late: bool = False
+    """Whether it came behind the step, and none before it."""
     early: bool = False
     """Whether it has shrunk gradients before the last micro-batch of the step."""
 
@@ -154,6 +156,8 @@ class ProofFacts:
     idle: bool = False
     """Whether the optimizer has stepped twice over gradients that were cleared after the backward; nothing else is
     known then."""
+    doubled: tuple[str, ...] = ()
+    """Lines in which a loss went backward that had done so before: ``backward at train.py:31``."""
     asked: bool = False
     """Whether the program has asked for gradients, and put them into their places itself."""
     value: float | None = None

@@ -73,6 +73,7 @@ def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
         ("loss scale", lambda head: f"{head.scale:g}"),
         ("modules in evaluation", lambda head: str(len(head.evaluating))),
         ("optimizer", lambda head: head.optimizer),
+        ("layers", lambda head: _without(head.settings, records)),
     ):
         mine = told(records[0].head)
         yield from (
@@ -80,6 +81,12 @@ def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
             for record in records[1:]
             if told(record.head) != mine
         )
+
+
+def _without(settings: tuple[str, ...], records: tuple[Record, ...]) -> str:
+    """Numbers of layers that are not those of every rank."""
+    every = set.intersection(*(set(record.head.settings) for record in records))
+    return ", ".join([one for one in settings if one not in every][:3])
 
 
 def options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
@@ -115,6 +122,17 @@ def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
                 yield record.head.rank, earlier[0], call.micro
                 break
             begun.append((call.micro, state))
+
+
+def read_again(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield a sentence where two micro-batches of a rank, whose losses were made alike, were of the same samples."""
+    for record in records:
+        seen: dict[tuple[object, ...], int] = {}
+        for at, micro in enumerate(record.head.micros):
+            calls = [(call.inputs, call.digest) for call in record.head.calls if call.micro == at]
+            if (first := seen.setdefault((micro.like, *calls), at)) != at:
+                yield f"micro-batches {first} and {at} of rank {record.head.rank} were of the same samples"
+                return
 
 
 def read(record: Record) -> list[str]:

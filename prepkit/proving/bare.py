@@ -208,3 +208,11 @@ def drops(model: nn.Module) -> bool:
 def normalises_over_ranks(model: nn.Module) -> bool:
     """Return whether it has layers whose output depends on what other ranks read."""
     return any(isinstance(one, nn.SyncBatchNorm) and one.training for one in model.modules())
+
+
+def settings(root: nn.Module) -> Iterator[str]:
+    """Yield numbers that layers of torch's were made with, as ``2.p=0.1`` of a dropout."""
+    for path, module in names.named_modules(root).items():
+        for key, value in vars(module).items() if type(module).__module__.startswith("torch.nn.modules") else ():
+            if isinstance(value, float):
+                yield f"{path}.{key}={value:g}"

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from prepkit.objects.local_part import local
 from prepkit.ranks.world import world
 
 MOST = 20_000
@@ -38,14 +39,17 @@ class Factor:
     meant: tuple[float, ...] = ()
     """Parts of the value that may be the loss's own: multiplications by less than one, a mean of several losses, and
     the square of a number by which outputs were divided, as distillation at a temperature has it."""
-    terms: tuple[str, ...] = ()
-    """What has made each of the losses that it is the plain sum of."""
+    terms: tuple[Any, ...] = ()
+    """The nodes of the losses that it is the plain sum of."""
 
 
-def seed_of(loss: Tensor, gradient: Any) -> float:
-    """The number by which ``loss.backward(gradient)`` multiplies a loss of one element."""
+def seed_of(loss: Tensor, gradient: Any) -> float | None:
+    """The number by which ``loss.backward(gradient)`` multiplies a loss, or each of several; None: there is none."""
     given = gradient[0] if isinstance(gradient, tuple | list) and gradient else gradient
-    return float(given) if isinstance(given, Tensor) and loss.numel() == 1 else 1.0
+    if not isinstance(given, Tensor):
+        return 1.0 if loss.numel() == 1 else None
+    first, *_ = seeds = local(given).detach().reshape(-1)
+    return float(first) if bool((seeds == first).all()) else None
 
 
 def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
@@ -74,16 +78,21 @@ def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
     return Factor(value, meant=tuple(meant))
 
 
-def _terms(node: Any) -> Iterator[str]:
-    """Yield what has made each of the losses that it is the sum of."""
+def terms_of(loss: Tensor) -> list[Any]:
+    """Nodes of the losses that it is the sum of."""
+    return [] if loss.grad_fn is None else list(_terms(loss.grad_fn))
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    """Yield the node of each loss that it is the sum of."""
     inside = [following for following, _ in node.next_functions if following is not None]
     if node.name().startswith("AddBackward"):
         for one in inside:
             yield from _terms(one)
     elif node.name().startswith("SumBackward") and inside and inside[0].name().startswith("StackBackward"):
-        yield from (one.name() for one, _ in inside[0].next_functions if one is not None)
+        yield from (one for one, _ in inside[0].next_functions if one is not None)
     else:
-        yield node.name()
+        yield node
 
 
 def _squares(node: Any, ends: Collection[int]) -> Iterator[float]:

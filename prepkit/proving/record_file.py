@@ -139,6 +139,8 @@ class Disturbed:
     """Those of them that are certainly of the same step, as ``hooks.Around.wasted``."""
     idle: bool = False
     """Whether nothing else was recorded, because each step comes after gradients were cleared."""
+    doubled: tuple[str, ...] = ()
+    """Lines in which a loss went backward that had done so before."""
     asked: bool = False
     """Whether the program has asked for gradients, and puts them into their places itself."""
 
@@ -175,6 +177,8 @@ class Head:
     divides: int | None = None
     """Micro-batches of a full window, by which each loss is to be divided however many backwards this one has, as plan
     and loop say; None: nobody says, and each backward is taken for a micro-batch."""
+    settings: tuple[str, ...] = ()
+    """Numbers that layers of torch's were made with, as ``2.p=0.1``."""
     cut: bool = False
     """Whether it has layers that compute with a part of their weights: ranks that share them read the same samples."""
     device: str = "cpu"

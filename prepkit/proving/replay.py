@@ -25,6 +25,7 @@ from prepkit.proving.apart import (
     number_of,
     options_apart,
     read,
+    read_again,
     same_draws,
     same_samples,
     weight_of,
@@ -38,7 +39,7 @@ from prepkit.proving.streamed import Streamed, stub
 from prepkit.ranks.world import world
 
 HALF = ("bfloat16", "float16")
-DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted", "asked")
+DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted", "asked", "doubled")
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
 """What rounding in the run's dtype does is measured by two replays: this part of it is allowed beside that. Of what 33
@@ -176,7 +177,7 @@ def replayed(window: Replay) -> ProofFacts:
         lines=first.lines,
         outputs=outputs.changed,
         unrepeated=outputs.unrepeated,
-        limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
+        limits=(*limits, *more, *unlike, *_meant(records), *read_again(records), *((no_step,) if no_step else ())),
     )
 
 
@@ -211,6 +212,7 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         wasted=min(one.wasted for one in every),
         idle=any(one.idle for one in every),
         asked=any(one.asked for one in every),
+        doubled=names_of("doubled"),
     )
 
 
@@ -250,7 +252,6 @@ def _shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
 def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Shares:
     """The gradient of every share, by name. ``low``: the dtype of autocast."""
     model, streamed = window.streamed(dtype)
-    buffers = dict(bare.named_buffers(model))
     found = []
     window.reached_by.clear()
     window.outputs.append(Outputs(str(dtype).removeprefix("torch.")))
@@ -260,7 +261,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
                     weight = weight_of(window.records, record, at)
-                    _put_back(buffers, record, number)
+                    _put_back(model, record, number)
                     bare.evaluate(model, call.evaluating)
                     divisor = record.head.scale / number_of(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
@@ -272,12 +273,12 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
     return tuple(found)
 
 
-def _put_back(buffers: dict[str, Tensor], record: Record, number: int) -> None:
+def _put_back(model: nn.Module, record: Record, number: int) -> None:
     """Gives buffers the values that they had when a call began: others may have changed them since the last one."""
-    for name, buffer in buffers.items():
+    for name, buffer in list(bare.named_buffers(model)):  # a forward may have put another tensor there
         for key in (f"before/{number}/{name}", f"buffer/{name}"):
             if key in record.tensors:
-                buffer.data.copy_(record.tensors[key])
+                buffer.data = record.tensors[key].to(buffer.dtype, copy=True)
                 break
 
 

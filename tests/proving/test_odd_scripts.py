@@ -18,11 +18,11 @@ from prepkit.auditing.script import audit_script
 from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
-from prepkit.proving.hooks import known_accumulation
 from prepkit.proving.proof import Proof, prove_records
 from prepkit.proving.record_file import KEY, Micro, path_of, write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.script import prove_script
+from prepkit.proving.steppers import known_accumulation
 from tests.proving.small import Small
 
 BEGIN = """

@@ -130,7 +130,7 @@ def _weighed(facts: ProofFacts) -> Cause | None:
 def _clipping(facts: ProofFacts, aim: Vector) -> float:
     """By how much a clipping shrinks the gradients."""
     clip = facts.clip
-    if clip is None or clip.empty or clip.parts:
+    if clip is None or clip.empty or clip.late or clip.parts:
         return 1.0
     weighed = _weighed(facts)
     length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)

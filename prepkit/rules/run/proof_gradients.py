@@ -22,6 +22,7 @@ from prepkit.rules.run.proof_causes import (
 
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
+_ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
@@ -92,6 +93,9 @@ def past_wrapper(facts: ProofFacts) -> Iterator[Hit]:
 def micro_batch(facts: ProofFacts) -> Iterator[Hit]:
     """Micro-batches that do not count."""
     yield from gradients("prove.micro-batch", facts)
+    if facts.doubled:
+        said = f"A loss, or one of those that a loss is the sum of, went {', '.join(facts.doubled)} for the second time"
+        yield Hit("loop", f"{said}: its gradients count twice.", _ONCE)
     if facts.wasted and not by_hand(facts):
         number = facts.wasted + max(counts(facts).values())
         line = f" ({', '.join(facts.lines)})" if facts.lines else ""
@@ -154,6 +158,9 @@ def not_clipped(facts: ProofFacts) -> Iterator[Hit]:
             "Give model.parameters(), or a list: a generator is empty once an optimizer, or another call, has read it."
         )
         yield Hit("gradients", f"{said}: nothing is clipped.", how)
+    if facts.clip is not None and facts.clip.late:
+        said = f"Gradients are clipped to {facts.clip.most:g} behind the step, which has taken them as they were"
+        yield Hit("gradients", f"{said}: nothing is clipped.", "Clip behind the last backward, and before the step.")
     if facts.over:
         said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
         yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
