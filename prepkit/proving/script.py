@@ -29,8 +29,8 @@ TOGETHER = (
 
 
 UNSEEN = (
-    "optimizers have stepped, and no backward went over outputs of what holds the weights that they step: a step "
-    "inside of a module's own call, as by manual optimization, or gradients that were made with other weights"
+    "optimizers have stepped, and no backward went over outputs of a module that holds what they step: a step inside "
+    "of a module's own call, as by manual optimization, or weights that no call of a module holds as they are stepped"
 )
 TRANSFORMED = (
     "torch.func (grad, vjp, vmap) has made the gradients: inside of it nothing can be recorded. While you prove, "

@@ -230,7 +230,7 @@ class _Aim:
                 length * relative, allowed
             ):
                 return evolve(cause, ratio=1.0 if near(ratio, 1.0) else ratio)
-        if one.parts and copy == 0 and (scaled := self.scaled_apart((one,))):
+        if one.parts and copy == 0 and (scaled := self.scaled_apart((one,), turned=True)):
             return scaled
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
@@ -248,8 +248,11 @@ class _Aim:
         told = (one for one in seen if sqrt(_square(one.gram, self.sums)) > 3 * self.allowed(one))
         return all(near(_fitted(one, 0, self.sums) * whole, 1.0) for one in told)
 
-    def scaled_apart(self, gradients: Sequence[GradientProof]) -> Cause | None:
-        """The cause where each rank has scaled what it holds of these by a number of its own; None: that is not so."""
+    def scaled_apart(self, gradients: Sequence[GradientProof], *, turned: bool) -> Cause | None:
+        """The cause where each rank has scaled what it holds of these by a number of its own; None: that is not so.
+
+        ``turned``: whether some is no multiple of what it should be, so that the numbers differ, be it by little.
+        """
         plain = tuple(a / self.clipping for a in self.sums)
         ratios, split = dict[int, float](), False
         for one in gradients:
@@ -268,7 +271,8 @@ class _Aim:
             split = split or len(seen) > 1
         each = self.facts.shrunk
         clipped = all(rank < len(each) and near(ratio, each[rank]) for rank, ratio in ratios.items())
-        if not ratios or not (split or clipped) or near(min(ratios.values()), max(ratios.values())):
+        alike = not turned and near(min(ratios.values(), default=1.0), max(ratios.values(), default=1.0))
+        if len(ratios) < 2 or alike or not (split or clipped):
             return None
         said = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in sorted(ratios.items())[:4])
         return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {said}")
@@ -418,7 +422,8 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         each = [_where(cause, one.holders[copy], each) for copy, cause in enumerate(each)] if one.dots else each
         for cause in dict.fromkeys(_merged(one, each, facts.world)):
             found.setdefault((cause.rule, cause.why.partition(":")[0]), []).append((cause, one.name))
-    if found and (scaled := aim.scaled_apart(facts.gradients)):
+    turned = any(rule in ("prove.direction", "prove.clipped-scaled") for rule, _ in found)
+    if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
         return ((scaled, tuple(one.name for one in facts.gradients)),)
     return tuple(
         (_of_some(_typical([cause for cause, _ in every]), right), tuple(dict.fromkeys(name for _, name in every)))
