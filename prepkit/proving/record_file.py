@@ -177,6 +177,8 @@ class Head:
     divides: int | None = None
     """Micro-batches of a full window, by which each loss is to be divided however many backwards this one has, as plan
     and loop say; None: nobody says, and each backward is taken for a micro-batch."""
+    elsewhere: tuple[str, ...] = ()
+    """Trained parameters that another optimizer holds, which has not stepped in this window."""
     settings: tuple[str, ...] = ()
     """Numbers that layers of torch's were made with, as ``2.p=0.1``."""
     cut: bool = False

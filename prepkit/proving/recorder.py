@@ -189,9 +189,11 @@ class Recorder:
             if not other.stepped:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
         others = [one.root for one in self.family if not one.stepped and one.root is not None]
-        if self._around.own:
-            own = some(tuple(self._around.own))
-            self.tell(f"the forward itself changes {own}: its weights were replayed as they were at the step")
+        if own := tuple(self._around.own):
+            self.tell(f"the forward itself changes {some(own)}: weights were replayed as they were at the step")
+        if elsewhere := self._held.elsewhere(parameters(self.root)):
+            self._around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
+            self.tell(f"another optimizer holds {some(elsewhere)}, and has not stepped in this window")
         for told in in_the_same_place(self.root, (*self.family[0]._still.values(), *others)):
             self.tell(told)
         engine = engine_of(self.root)
@@ -211,6 +213,7 @@ class Recorder:
             groups=self._held.options,
             fresh=self._held.fresh,
             odd=tuple(self._held.odd),
+            elsewhere=elsewhere,
             dtype=str(self._dtype).removeprefix("torch.") if self.computes_in is None else self.computes_in,
             sent="bfloat16" if any(getattr(one, "_comm_hooks", None) for one in self.root.modules()) else "float32",
             scale=scale,
@@ -232,10 +235,7 @@ class Recorder:
         return Record(head, self._tensors)
 
     def _root(self, module: nn.Module, *_: Any) -> None:
-        """Takes the first module that trains for the root, or what holds it, and gives any other a recorder of its own.
-
-        A part may be called before the whole: a layer with a parametrization calls it when its weight is looked at.
-        """
+        """Takes the first module that trains for the root, or what holds it, and gives any other a recorder of its own."""
         self.transformed = self.transformed or transforms()
         if transforms():
             return
@@ -249,6 +249,7 @@ class Recorder:
             self._attach(module, self._hooked)
             return
         inside = set(module.modules()) - {module}
+        # a layer with a parametrization, which is called when its weight is looked at, comes before the whole
         if parts := [one for one in self.family if one.root in inside and not (one._micros or one.stepped)]:
             for one in parts:
                 one._detach(done=one is not parts[0])

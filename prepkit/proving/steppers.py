@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from math import isfinite
 from typing import Any
 
@@ -116,6 +117,14 @@ class Held:
     """Whether no optimizer had any state."""
     _numbers: dict[int, int] = field(factory=dict)
     """Identities of groups to their places."""
+
+    def elsewhere(self, params: Iterable[tuple[str, nn.Parameter]]) -> tuple[str, ...]:
+        """Trained parameters that another optimizer holds which is alive: it steps in a window of its own."""
+        rest = {name: id(param) for name, param in params if param.requires_grad and name not in self.groups}
+        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)] if rest else []
+        others = [one for one in alive if not any(one is other for other in self.optimizers)]
+        held = {id(param) for one in others for param in given_to(one)}
+        return tuple(name for name, its in rest.items() if its in held)
 
     def take(
         self,

@@ -238,21 +238,14 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 
 def _added_up(facts: ProofFacts) -> Iterator[str]:
     """Yield sums of losses that nobody has divided, where they may be micro-batches as well as tasks."""
-    if (
-        kinds(facts) > 2
-        and facts.accumulation is None
-        and all(near(one.weight, _number(facts)) for one in facts.shares)
-    ):
-        said = f"{_number(facts)} backwards of losses that are made otherwise were added up"
+    number = max(counts(facts).values(), default=1)
+    if kinds(facts) > 2 and facts.accumulation is None and all(near(one.weight, number) for one in facts.shares):
+        said = f"{number} backwards of losses that are made otherwise were added up"
         yield f"{said}: taken for those of several tasks, which are meant to be a sum; micro-batches are averaged"
     most = max(facts.shares, key=lambda one: one.added, default=None)
     if most is not None and most.added > 2 and near(most.weight, kinds(facts)):
         said = f"A loss is the sum of {most.added} losses, each of other samples by the same function"
         yield f"{said}: taken as meant; micro-batches are averaged, sum(losses) / {most.added}"
-
-
-def _number(facts: ProofFacts) -> int:
-    return max(counts(facts).values(), default=1)
 
 
 def _made_otherwise(facts: ProofFacts) -> tuple[LossShare, LossShare] | None:
@@ -280,7 +273,7 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{what} those after: the program has put them together itself, or they are wrong.")
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
-    if facts.unrepeated and not facts.outputs:
+    if facts.unrepeated and not (facts.outputs or facts.options_apart):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
 
