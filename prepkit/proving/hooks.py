@@ -421,12 +421,12 @@ def transforms() -> bool:
     return torch._C._functorch.maybe_current_level() is not None
 
 
-def added_up(terms: Sequence[Any], calls: Sequence[Called]) -> int:
+def added_up(terms: Sequence[tuple[Any, float]], calls: Sequence[Called]) -> int:
     """Of how many losses of one kind a loss is the sum, each of a call over other samples; 1: nobody can tell."""
     used = [call for call in calls if call.ends]
     shapes = {(call.inputs, *(one.shape for key, one in call.tensors.items() if key != "rng")) for call in used}
     others = {digest(call.tensors) for call in used}
-    alike = len({one.name() for one in terms}) == len(shapes) == 1
+    alike = len({one.name() for one, _ in terms}) == len(shapes) == 1 and all(by == 1 for _, by in terms)
     return len(terms) if alike and len(terms) == len(used) == len(others) else 1
 
 

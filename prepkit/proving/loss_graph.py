@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class Factor:
     meant: tuple[float, ...] = ()
     """Parts of the value that may be the loss's own: multiplications by less than one, a mean of several losses, and
     the square of a number by which outputs were divided, as distillation at a temperature has it."""
-    terms: tuple[Any, ...] = ()
-    """The nodes of the losses that it is the plain sum of."""
+    terms: tuple[tuple[Any, float], ...] = ()
+    """The node of each loss that it is the sum of, and by what it was multiplied before they were added."""
 
 
 def seed_of(loss: Tensor, gradient: Any) -> float | None:
@@ -80,25 +81,30 @@ def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
 
 def terms_of(loss: Tensor) -> list[Any]:
     """Nodes of the losses that it is the sum of."""
-    return [] if loss.grad_fn is None else list(_terms(loss.grad_fn))
+    return [] if loss.grad_fn is None else [node for node, _ in _terms(loss.grad_fn)]
 
 
-def _terms(node: Any) -> Iterator[Any]:
-    """Yield the node of each loss that it is the sum of."""
+def _terms(node: Any, by: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """Yield the node of each loss that it is the sum of, and by what that was multiplied."""
     inside = [following for following, _ in node.next_functions if following is not None]
+    stacked = node.name().startswith("SumBackward") and inside and inside[0].name().startswith("StackBackward")
     if node.name().startswith("AddBackward"):
         for one in inside:
-            yield from _terms(one)
-    elif node.name().startswith("SumBackward") and inside and inside[0].name().startswith("StackBackward"):
-        yield from (one for one, _ in inside[0].next_functions if one is not None)
+            yield from _terms(one, by)
+    elif stacked:
+        for one, _ in inside[0].next_functions:
+            yield from () if one is None else _terms(one, by)
+    elif len(inside) == 1 and (more := _scaled(node)) is not None:
+        yield from _terms(inside[0], by * more)
     else:
-        yield node
+        yield node, by
 
 
 def _squares(node: Any, ends: Collection[int]) -> Iterator[float]:
     """Yield squares of the numbers by which outputs were divided on the way to a loss."""
     for one in _behind(node, ends):
-        if one.name().startswith(("MulBackward", "DivBackward")) and (by := _scaled(one)) and abs(by) < 1:
+        scales = one.name().startswith(("MulBackward", "DivBackward")) and prod(one._input_metadata[0].shape) > 1
+        if scales and (by := _scaled(one)) and abs(by) < 1:
             yield round(1 / by**2, 6)
 
 

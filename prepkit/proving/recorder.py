@@ -193,7 +193,8 @@ class Recorder:
             self.tell(f"the forward itself changes {some(own)}: weights were replayed as they were at the step")
         if elsewhere := self._held.elsewhere(parameters(self.root)):
             self._around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
-            self.tell(f"another optimizer holds {some(elsewhere)}, and has not stepped in this window")
+            said = "and has not stepped in this window, which is right where parts train in turn"
+            self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
         for told in in_the_same_place(self.root, (*self.family[0]._still.values(), *others)):
             self.tell(told)
         engine = engine_of(self.root)
@@ -235,9 +236,9 @@ class Recorder:
         return Record(head, self._tensors)
 
     def _root(self, module: nn.Module, *_: Any) -> None:
-        """Takes the first module that trains for the root, or what holds it, and gives any other a recorder of its own."""
-        self.transformed = self.transformed or transforms()
+        """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""
         if transforms():
+            self.transformed = True
             return
         if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
             self._still[id(module)] = module

@@ -121,6 +121,7 @@ class Held:
     def elsewhere(self, params: Iterable[tuple[str, nn.Parameter]]) -> tuple[str, ...]:
         """Trained parameters that another optimizer holds which is alive: it steps in a window of its own."""
         rest = {name: id(param) for name, param in params if param.requires_grad and name not in self.groups}
+        rest = rest if self.groups else {}
         alive = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)] if rest else []
         others = [one for one in alive if not any(one is other for other in self.optimizers)]
         held = {id(param) for one in others for param in given_to(one)}
