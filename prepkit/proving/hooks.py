@@ -74,12 +74,13 @@ def sizes(root: nn.Module | None) -> dict[str, Size]:
     return found
 
 
-def same_size(one: Size, other: Size) -> bool:
+def same_size(one: Size, other: Size, by: float = 1e-9) -> bool:
     """Return whether two of them may be those of the same values, in whatever order they were added.
 
-    Where the numbers of elements differ nobody can tell: FSDP2 leaves weights whole between two micro-batches.
+    ``by``: the part of the norm that they may differ by. Where the numbers of elements differ nobody can tell: FSDP2
+    leaves weights whole between two micro-batches.
     """
-    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= 1e-9 * one[2]
+    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= by * one[2]
 
 
 def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
@@ -242,6 +243,8 @@ class Around:
     """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
     _began: dict[str, Size] = field(factory=dict, init=False)
+    _earlier: dict[str, Size] = field(factory=dict, init=False)
+    """At the first forward of what was cleared."""
 
     def forward(self, root: nn.Module, *, first: bool) -> None:
         """Before a forward of the window."""
@@ -295,6 +298,14 @@ class Around:
         now = sizes(root)
         return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
 
+    def steps(self, root: nn.Module) -> None:
+        """Before the first step: whether weights are others than in the first forward, or others were put back."""
+        self.moved = self.changed(root)
+        now = sizes(root) if self.moved else {}
+        for began in (self._began if self.swung else {}, self._earlier):
+            if began and all(name in began and same_size(began[name], now[name], 1e-6) for name in self.moved):
+                self.moved, self.swung = (), self.swung or bool(now)
+
     def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains."""
         self.going += 1
@@ -337,7 +348,7 @@ class Around:
         """The gradients of these micro-batches were cleared."""
         self._thrown += [] if self._tried else micros
         self._cleared += 0 if self._tried else len(micros)
-        self._tried, self.unproven = False, ""
+        self._tried, self.unproven, self._earlier = False, "", self._earlier or self._began
         self._terms.clear()
         self.doubled.clear()
 
@@ -403,17 +414,6 @@ def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:
     mine = {id(param) for _, param in parameters(root) if param.requires_grad}
     given = inputs if isinstance(inputs, tuple | list) else (inputs,)
     return tuple(sorted({id(one) for one in given} & mine))
-
-
-def in_the_same_place(root: nn.Module, others: Collection[nn.Module]) -> Iterator[str]:
-    """Yield other modules that were called whose weights lie where those of the model lie, though they are others."""
-    trained = [(local(param), id(param)) for _, param in parameters(root) if param.requires_grad]
-    places = {part.data_ptr(): its for part, its in trained if part.numel() and part.data_ptr()}
-    for one in others:
-        here = [(name, places.get(local(param).data_ptr()), id(param)) for name, param in one.named_parameters()]
-        if same := [f"`{name}`" for name, mine, its in here if mine is not None and mine != its]:
-            said = f"weights of `{type(one).__name__}` lie where the model's lie ({', '.join(same[:3])})"
-            yield f"{said}, and move with each step: copy a teacher or a target (copy.deepcopy, no assign=True)"
 
 
 def transforms() -> bool:

@@ -32,7 +32,6 @@ from prepkit.proving.hooks import (
     asked_for,
     evaluating,
     held_parts,
-    in_the_same_place,
     keep_changed,
     line_of,
     micro_of,
@@ -145,7 +144,7 @@ class Recorder:
             if self.root is None:
                 stack.enter_context(called_first(self._root))
             else:
-                self._attach(self.root, self._hooked)
+                self._attach(self.root)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
                 (torch.autograd, "grad", self._asks),
@@ -195,7 +194,7 @@ class Recorder:
             self._around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
             said = "and has not stepped in this window, which is right where parts train in turn"
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
-        for told in in_the_same_place(self.root, (*self.family[0]._still.values(), *others)):
+        for told in bare.in_the_same_place(parameters(self.root), (*self.family[0]._still.values(), *others)):
             self.tell(told)
         engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._around.scale
@@ -247,7 +246,7 @@ class Recorder:
             self._computed = True
             return
         if self.root is None:
-            self._attach(module, self._hooked)
+            self._attach(module)
             return
         inside = set(module.modules()) - {module}
         # a layer with a parametrization, which is called when its weight is looked at, comes before the whole
@@ -255,7 +254,7 @@ class Recorder:
             for one in parts:
                 one._detach(done=one is not parts[0])
             self.family[:] = [one for one in self.family if one.root is not None or one is parts[0]]
-            parts[0]._attach(module, parts[0]._hooked)
+            parts[0]._attach(module)
             return
         mine = {id(param) for param in module.parameters()}
         for one in self.family:
@@ -278,14 +277,14 @@ class Recorder:
         for what in (self._calls, self._tensors, self._limits, self._tracer):
             what.clear()
 
-    def _attach(self, root: nn.Module, stack: ExitStack) -> None:
+    def _attach(self, root: nn.Module) -> None:
         self.root = bare.standing(root)
         if self.traces:
-            stack.enter_context(self._tracer.on(root))
-            stack.callback(self._operators.close)
-        on_calls(root, self._enters, self._leaves, stack)
+            self._hooked.enter_context(self._tracer.on(root))
+            self._hooked.callback(self._operators.close)
+        on_calls(root, self._enters, self._leaves, self._hooked)
         if isinstance(root, nn.parallel.DistributedDataParallel) and root._compiled_call_impl is None:
-            stack.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
+            self._hooked.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
 
     def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if transforms():
@@ -394,9 +393,9 @@ class Recorder:
         result = plain(which, *args, **kwargs)
         if self.done and holds(self.root, which):
             self._ready = self.lingers and not with_gradients(self.root)
-        elif self._around.asked:  # what was asked for lies elsewhere
-            return result
-        elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
+        elif self._around.asked or self.done or self.stepped:  # what was asked for lies elsewhere
+            pass
+        elif holds(self.root, which) and not with_gradients(self.root):
             self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
             for what in (self._micros, self._clips.at, self._around.outside, self._around.beside, self._tracer):
@@ -423,8 +422,8 @@ class Recorder:
         return None if self.done else closed
 
     def _gradients(self, optimizer: Any) -> None:
-        known = optimizer in self._held.optimizers or (not self._ready and holds(self.root, optimizer))
-        if self.done and known and not self._stepping:
+        known = self.done and (optimizer in self._held.optimizers or (not self._ready and holds(self.root, optimizer)))
+        if known and not self._stepping:
             self._around.twice = not self._again
             self.family[0].when_done()  # what has not stepped by now does not step in this window
         if self.done or self._stepping or self.root is None:
@@ -437,7 +436,7 @@ class Recorder:
             self._shapes = shapes(self.root)
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
-            self._around.moved = self._around.changed(self.root)
+            self._around.steps(self.root)
             self._told = trainer_accumulation()
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
@@ -489,8 +488,7 @@ class Recorder:
             return
         values = tensor.detach() if key.startswith("buffer/") else tensor.detach().reshape(-1)
         self._tensors[key] = values.cpu().clone()
-        held = sum(one.nbytes for one in self._tensors.values())
-        if held > self.largest:
+        if sum(one.nbytes for one in self._tensors.values()) > self.largest:
             self._give_up(f"weights and gradients take more than {self.largest:,} bytes on a rank")
 
     def _give_up(self, why: str) -> None:

@@ -973,6 +973,27 @@ def two_parts_that_train_in_turn(rank: int, world: int) -> Window:
     return Window(model, train, lingers=True)
 
 
+def sharpness_by_hand(rank: int, world: int) -> Window:
+    """Weights are moved uphill, their gradients there are cleared and made again, and the weights are put back."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        batch = next(micros(1))
+        loss_of(model, batch).backward()
+        params = list(model.parameters())
+        uphill = [0.05 * param.grad / (param.grad.norm() + 1e-9) for param in params if param.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(params, uphill)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(params, uphill)
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def _backward_again(loss: Tensor) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
@@ -1088,6 +1109,7 @@ RIGHT_UNUSUAL = (
     packed_sequences,
     encoder_that_follows_in_the_forward,
     two_parts_that_train_in_turn,
+    sharpness_by_hand,
     two_losses_of_one_forward,
     weights_averaged_behind_the_step,
     past_the_wrapper_before_the_last_micro_batch,
