@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, told
 from prepkit.facts.proof import ProofFacts
+from prepkit.findings import Finding
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder, TooLarge
@@ -88,14 +90,15 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         proof = _uneven(str(apart))
     finally:
         hook.remove()
-    return evolve(proof, audit=_beside(seen[0], proof) if seen else None) if proof is not None else None
+    if proof is None or not seen:
+        return proof
+    return evolve(proof, audit=evolve(seen[0], findings=tuple(untold(seen[0].findings, proof.findings))))
 
 
-def _beside(audit: Audit, proof: Proof) -> Audit:
-    """The audit without what the proof tells more exactly."""
-    told = {one.rule for one in proof.findings}
-    said = {rule for rule, by in SAID.items() if told & set(by)}
-    return evolve(audit, findings=tuple(one for one in audit.findings if one.rule not in said))
+def untold(audited: Iterable[Finding], proven: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield what an audit has found but for that which the proof beside it tells more exactly. Pure."""
+    told = {one.rule for one in proven}
+    yield from (one for one in audited if told.isdisjoint(SAID.get(one.rule, ())))
 
 
 def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:
