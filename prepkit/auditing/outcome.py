@@ -76,7 +76,7 @@ class Audit:
         said = [str(finding) for finding in self.findings]
         gradients = "" if self.proven else "how gradients are averaged and scaled (prepkit audit --prove), and "
         fine = (
-            "nothing is wrong that can be told before the first step",
+            f"nothing {'else ' if self.proven else ''}is wrong that can be told before the first step",
             f"not asked: {gradients}later steps (pk.watch)",
         )
         counts = Counter(why for _, why in self.unasked)

@@ -28,6 +28,10 @@ class LossShare:
     each: float | None = None
     """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
     weigh it."""
+    kind: int = 0
+    """The first micro-batch of its rank whose loss is of this kind: made alike, of a model that was called alike."""
+    added: int = 1
+    """Of how many losses of one kind, each of a call of its own, it is the sum."""
 
 
 @frozen(kw_only=True)
@@ -96,6 +100,8 @@ class ClipProof:
     """Whether it was taken over some of the parameters alone, and others perhaps over the rest."""
     empty: bool = False
     """Whether it was given no parameter."""
+    late: bool = False
+    """Whether it came behind the step, and none before it."""
     early: bool = False
     """Whether it has shrunk gradients before the last micro-batch of the step."""
 
@@ -150,6 +156,10 @@ class ProofFacts:
     idle: bool = False
     """Whether the optimizer has stepped twice over gradients that were cleared after the backward; nothing else is
     known then."""
+    doubled: tuple[str, ...] = ()
+    """Lines in which a loss went backward that had done so before: ``backward at train.py:31``."""
+    asked: bool = False
+    """Whether the program has asked for gradients, and put them into their places itself."""
     value: float | None = None
     """To which each element of a gradient is clipped; None: to nothing."""
     over: tuple[str, ...] = ()

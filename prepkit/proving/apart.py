@@ -1,13 +1,14 @@
-"""What the ranks of a recorded window have otherwise than each other, or alike, though it should differ."""
+"""What ranks and micro-batches of a window have otherwise than each other, or alike, and what each loss counts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from prepkit.facts.proof import LossShare
 from prepkit.proving.hooks import alike
 from prepkit.proving.parts_of import CannotReplay, Replica, replicas
 from prepkit.proving.record_file import Record
@@ -72,6 +73,7 @@ def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
         ("loss scale", lambda head: f"{head.scale:g}"),
         ("modules in evaluation", lambda head: str(len(head.evaluating))),
         ("optimizer", lambda head: head.optimizer),
+        ("layers", lambda head: _without(head.settings, records)),
     ):
         mine = told(records[0].head)
         yield from (
@@ -79,6 +81,12 @@ def _run_apart(records: tuple[Record, ...]) -> Iterator[str]:
             for record in records[1:]
             if told(record.head) != mine
         )
+
+
+def _without(settings: tuple[str, ...], records: tuple[Record, ...]) -> str:
+    """Numbers of layers that are not those of every rank."""
+    every = set.intersection(*(set(record.head.settings) for record in records))
+    return ", ".join([one for one in settings if one not in every][:3])
 
 
 def options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
@@ -116,6 +124,83 @@ def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
             begun.append((call.micro, state))
 
 
+def read_again(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield a sentence where two micro-batches of a rank, whose losses were made alike, were of the same samples."""
+    for record in records:
+        seen: dict[tuple[object, ...], int] = {}
+        for at, micro in enumerate(record.head.micros):
+            calls = [(call.inputs, call.digest) for call in record.head.calls if call.micro == at]
+            if (first := seen.setdefault((micro.like, *calls), at)) != at:
+                yield f"micro-batches {first} and {at} of rank {record.head.rank} were of the same samples"
+                return
+
+
 def read(record: Record) -> list[str]:
     """Digests of what each call was given."""
     return [call.digest for call in record.head.calls]
+
+
+def loss_shares(records: tuple[Record, ...], reached: Sequence[frozenset[str]] = ()) -> tuple[LossShare, ...]:
+    """Each backward of each rank; ``reached``: the parameters to which a gradient of it has come."""
+    left = iter(reached)
+    kinds = [_kinds(record, [next(left, frozenset()) for _ in record.head.micros]) for record in records]
+    return tuple(
+        LossShare(
+            rank=record.head.rank,
+            micro=at,
+            weight=weight_of(records, record, at),
+            meant=of.meant,
+            operators=of.operators,
+            count=of.count if of.tokens is None else None,
+            each=_each(record, at),
+            kind=kind[at],
+            added=of.added,
+        )
+        for record, kind in zip(records, kinds, strict=True)
+        for at, of in enumerate(record.head.micros)
+    )
+
+
+def _kinds(record: Record, reached: Sequence[frozenset[str]]) -> list[int]:
+    """Return of each micro-batch the first one whose loss is of its kind: made alike, of a model that was called alike.
+
+    A number that the model is given may choose a head of its, which trains alone; what a router chooses is no kind.
+    """
+    given = [[call.inputs for call in record.head.calls if call.micro == at] for at in range(len(reached))]
+    found: list[int] = []
+    for at, micro in enumerate(record.head.micros):
+        same = (
+            kind
+            for kind in dict.fromkeys(found)
+            if record.head.micros[kind].like == micro.like
+            and (given[kind] == given[at] or reached[kind] == reached[at])
+        )
+        found.append(next(same, at))
+    return found
+
+
+def weight_of(records: tuple[Record, ...], record: Record, at: int) -> float:
+    """The factor of a loss, without the loss scale, over that by which an average of all would carry it."""
+    every = [micro for one in records for micro in one.head.micros]
+    micro, scale, number = record.head.micros[at], record.head.scale, number_of(record)
+    if micro.tokens is not None:
+        return micro.tokens * sum(map(number_of, records)) / sum(one.tokens or 0.0 for one in every)
+    if not micro.total:
+        return micro.factor * number / scale
+    samples = [one.count for one in every if one.total and one.count]
+    more = number / len(record.head.micros)
+    return more * micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
+
+
+def number_of(record: Record) -> int:
+    """Micro-batches over which gradients are averaged on a rank."""
+    return record.head.divides or len(record.head.micros)
+
+
+def _each(record: Record, at: int) -> float | None:
+    """The part of one sample in the loss, by what it is a mean over, or by what its sum was divided by."""
+    micro = record.head.micros[at]
+    if micro.tokens is not None:
+        return None
+    factor = micro.factor / record.head.scale
+    return factor if micro.total else factor / micro.count if micro.count else None

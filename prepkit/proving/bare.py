@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn.utils import stateless
 from prepkit.objects import names
 from prepkit.objects.forward import FP8_MARK, MARK
 from prepkit.objects.fsdp1_flat import absent_keys
+from prepkit.objects.local_part import local
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 
 PREPARERS = ("torch.distributed", "torch._dynamo", "deepspeed", "accelerate", "lightning", "prepkit")
@@ -208,3 +209,22 @@ def drops(model: nn.Module) -> bool:
 def normalises_over_ranks(model: nn.Module) -> bool:
     """Return whether it has layers whose output depends on what other ranks read."""
     return any(isinstance(one, nn.SyncBatchNorm) and one.training for one in model.modules())
+
+
+def settings(root: nn.Module) -> Iterator[str]:
+    """Yield numbers that layers of torch's were made with, as ``2.p=0.1`` of a dropout."""
+    for path, module in names.named_modules(root).items():
+        for key, value in vars(module).items() if type(module).__module__.startswith("torch.nn.modules") else ():
+            if isinstance(value, float):
+                yield f"{path}.{key}={value:g}"
+
+
+def in_the_same_place(params: Iterable[tuple[str, nn.Parameter]], others: Iterable[nn.Module]) -> Iterator[str]:
+    """Yield other modules that were called whose weights lie where those of the model lie, though they are others."""
+    trained = [(local(param), id(param)) for _, param in params if param.requires_grad]
+    places = {part.data_ptr(): its for part, its in trained if part.numel() and part.data_ptr()}
+    for one in others:
+        here = [(name, places.get(local(param).data_ptr()), id(param)) for name, param in one.named_parameters()]
+        if same := [f"`{name}`" for name, mine, its in here if mine is not None and mine != its]:
+            said = f"weights of `{type(one).__name__}` lie where the model's lie ({', '.join(same[:3])})"
+            yield f"{said}, and move with each step: copy a teacher or a target (copy.deepcopy, no assign=True)"

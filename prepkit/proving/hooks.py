@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
 
-from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
-from prepkit.proving import bare
-from prepkit.proving.loss_graph import made_of, used_outside
+from prepkit.proving import bare, tree
+from prepkit.proving.loss_graph import factor_of, made_of, operators_of, terms_of, used_outside
+from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro, RecordedCall, Returned
+from prepkit.proving.trace import sketch
 from prepkit.rules.run.proof_causes import near
 
 HOME = str(Path(__file__).parents[1])
@@ -75,12 +74,13 @@ def sizes(root: nn.Module | None) -> dict[str, Size]:
     return found
 
 
-def same_size(one: Size, other: Size) -> bool:
+def same_size(one: Size, other: Size, by: float = 1e-9) -> bool:
     """Return whether two of them may be those of the same values, in whatever order they were added.
 
-    Where the numbers of elements differ nobody can tell: FSDP2 leaves weights whole between two micro-batches.
+    ``by``: the part of the norm that they may differ by. Where the numbers of elements differ nobody can tell: FSDP2
+    leaves weights whole between two micro-batches.
     """
-    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= 1e-9 * one[2]
+    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= by * one[2]
 
 
 def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
@@ -128,9 +128,38 @@ class Called:
     """Whether the model was told to divide a sum by a number that the window gives it."""
 
     @classmethod
-    def of(cls, root: nn.Module, inputs: str, tensors: dict[str, Tensor], **more: Any) -> Called:
-        """A call that begins now."""
-        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), **more)
+    def of(cls, root: nn.Module, args: Any, kwargs: Any, tell: Callable[[str], None]) -> Called:
+        """A call that begins now; ``tell`` hears why its inputs cannot be kept."""
+        tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
+
+        def keep(tensor: Tensor) -> str:
+            key = f"{len(tensors)}"
+            tensors[key] = local(tensor).detach().cpu().clone()
+            return key
+
+        try:
+            inputs = json.dumps(tree.written([args, kwargs], keep))
+        except tree.NotPlain as error:
+            tell(f"{error}, which a record does not hold: nothing was replayed")
+            inputs = ""
+        own = "num_items_in_batch" in kwargs
+        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own)
+
+    def ended(self, output: Any, adding: Callable[[dict[int, Tensor], int], Callable[[Tensor], None]]) -> None:
+        """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
+        found = list(tree.tensors_of(output))
+        self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
+        for place, tensor in enumerate(found):
+            if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
+                self.seen[place] = sketch(local(tensor).detach().reshape(-1))
+                self.returned.append(returned(place, tensor))
+            if tensor.requires_grad:
+                tensor.register_hook(adding(self.arrived, place))  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it was given, and of buffers."""
+        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values()))
 
     def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
         """Yield its tensors by their keys in a record, where it is the call of this number."""
@@ -152,100 +181,6 @@ class Called:
         )
 
 
-CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
-"""Functions of torch's that clip, and what takes note of each."""
-
-
-@define(eq=False)
-class Clipping:
-    """How the gradients of a model are clipped while a window is recorded."""
-
-    clip: ClipProof | None
-    """As a plan has it, or the last one that was seen; the norm that a plan allows stays."""
-    value: float | None
-    """To which each element is clipped, likewise."""
-    at: list[int] = field(factory=list, init=False)
-    """Micro-batches before each clipping that has shrunk something."""
-    _asked: ClipProof | None = field(init=False)
-    _power: float = field(default=2.0, init=False)
-    _norms: dict[int, float | None] = field(factory=dict, init=False)
-    """The norm by which each parameter was clipped last, which parts of one clipping have in common."""
-    _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
-    _micros: Sized = field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._asked = self.clip
-
-    def places(
-        self, mine: Callable[[], dict[int, nn.Parameter] | None], micros: Sized
-    ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-        """Home and name of each function, and what is to be called in its place.
-
-        ``mine``: the parameters that are meant, by identity; None: nothing is noted now.
-        """
-        self._mine, self._micros = mine, micros
-        yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
-        clips = {
-            known: (vars(clip_grad)[name], getattr(self, how))
-            for name, how in CLIPS.items()
-            for known in (name, name.removeprefix("_"))  # also where it was imported by its public name
-        }
-        for home in list(sys.modules.values()):
-            there: Mapping[str, Any] = getattr(home, "__dict__", {})
-            for known in clips.keys() & there.keys():
-                plain, instead = clips[known]
-                if there[known] is plain:
-                    yield home, known, instead
-
-    def seen(self, micros: int) -> ClipProof | None:
-        """The last clipping of a window with so many micro-batches."""
-        return evolve(self.clip, early=any(at < micros for at in self.at)) if self.clip else None
-
-    def clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
-        """Of gradients whose norm is known."""
-        given = [params] if isinstance(params, Tensor) else list(params)
-        mine = self._mine()
-        others = [] if mine is None else [param for param in given if id(param) not in mine]
-        if mine is not None and not given and self.clip is None and isfinite(most):
-            self.clip = ClipProof(most=float(most), empty=True)
-        if mine is not None and len(others) < len(given):  # else another model is clipped
-            joint = None if isinstance(norm, DTensor) else float(norm)
-            self._note(most, joint, beyond=bool(others))
-            self._norms |= {id(param): joint for param in given}
-            held = {key for key, one in mine.items() if one.requires_grad and one.grad is not None}
-            alike = held <= self._norms.keys() and len({self._norms[key] for key in held}) < 2
-            if self.clip is not None and not alike:
-                self.clip = evolve(self.clip, parts=True)
-        return plain(given, most, norm, *args, **kw)
-
-    def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:
-        """A norm of gradients."""
-        self._power = float(norm_type)
-        return plain(grads, norm_type, *args, **kw)
-
-    def clamped(self, plain: Callable[..., Any], params: Any, clip_value: float, *args: Any, **kw: Any) -> Any:
-        """Each element by itself."""
-        if self.value is None and self._mine() is not None:
-            self.value = float(clip_value)
-        return plain(params, clip_value, *args, **kw)
-
-    def clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, norm_type: float = 2.0) -> Any:
-        """By FSDP1's own method, which knows the norm of all shards."""
-        norm, self._power = plain(unit, most, norm_type), float(norm_type)
-        if self._mine() is not None:
-            self._note(most, float(norm), beyond=False)
-        return norm
-
-    def _note(self, most: float, norm: float | None, *, beyond: bool) -> None:
-        if not isfinite(most):  # as the Trainer of transformers measures a norm
-            return
-        seen = norm if norm is None or isfinite(norm) else None
-        allowed = float(most) if self._asked is None else self._asked.most
-        self.clip = ClipProof(most=allowed, seen=seen, power=self._power, beyond=beyond)
-        if seen is not None and seen > most:
-            self.at.append(len(self._micros))
-
-
 def evaluating(root: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that are in evaluation."""
     return tuple(path for path, module in names.named_modules(root).items() if not module.training)
@@ -265,7 +200,10 @@ def keep_changed(parts: Mapping[str, Part], tensors: dict[str, Tensor], keep: Ca
             keep(f"later/{name}", part.values)
 
 
-TRAINER = "transformers.Trainer"
+COMPUTED = (
+    "a module was called with weights that were computed from others (functional_call), as by a step in the loss: they "
+    "are not replayed"
+)
 COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
 
 
@@ -283,16 +221,30 @@ class Around:
     """The class of what wraps the model there."""
     kept: tuple[str, ...] = field(default=(), init=False)
     twice: bool = field(default=False, init=False)
+    own: dict[str, None] = field(factory=dict, init=False)
+    """Parameters that the forward of the model itself changes, as those of an encoder that follows another."""
+    doubled: dict[str, None] = field(factory=dict, init=False)
+    """Lines in which a loss went backward that had done so before."""
+    scale: float = field(default=1.0, init=False)
+    """By which a scaler multiplies losses."""
+    tokens: float | None = field(default=None, init=False)
+    """Over how many the next loss is a mean, where the run says so."""
+    _terms: list[Any] = field(factory=list, init=False)
+    """Nodes of all losses that went backward."""
+    asked: tuple[int, ...] = field(default=(), init=False)
+    """Identities of the weights whose gradients the program has asked for, and goes backward over by nothing else."""
     idle: int = field(default=0, init=False)
     """Steps over gradients that were cleared after the last backward, one after the other."""
     _cleared: int = field(default=0, init=False)
     _thrown: list[Micro] = field(factory=list, init=False)
     """Micro-batches that were cleared since anything has stepped, or has tried to."""
     _tried: bool = field(default=False, init=False)
-    _going: int = field(default=0, init=False)
+    going: int = field(default=0, init=False)
     """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
     _began: dict[str, Size] = field(factory=dict, init=False)
+    _earlier: dict[str, Size] = field(factory=dict, init=False)
+    """At the first forward of what was cleared."""
 
     def forward(self, root: nn.Module, *, first: bool) -> None:
         """Before a forward of the window."""
@@ -301,10 +253,29 @@ class Around:
         elif self.changed(root):
             self.swung = True
 
+    def went(self, root: nn.Module | None) -> None:
+        """Behind a forward."""
+        changed = self.changed(root) if self._began else ()
+        self.own |= dict.fromkeys(changed)
+        self._began |= {name: one for name, one in sizes(root).items() if name in changed}
+
     def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
         """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
         self._left = with_gradients(root) if first and not self.beside else self._left
         self.outside |= dict.fromkeys(_used(root, loss, ends))
+        self._counts(loss)
+
+    def _counts(self, loss: Tensor) -> None:
+        """Notes a loss, or one of those that it is the sum of, that has gone backward before."""
+        made = terms_of(loss) if not self.asked else []
+        if any(one is other for one in made for other in self._terms):
+            self.doubled |= dict.fromkeys(line_of("backward"))
+        self._terms += made
+
+    def trains_some(self, root: nn.Module | None, wanted: tuple[int, ...]) -> None:
+        """A backward was told for which weights alone it is."""
+        if any(param.requires_grad and id(param) not in wanted for _, param in parameters(root)):
+            self.unproven = "backward was given inputs=, so that a loss trains some weights alone: none was replayed"
 
     def again(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> bool:
         """Before a backward over no new call: whether it goes over outputs of earlier ones, whose gradients add up."""
@@ -312,6 +283,7 @@ class Around:
         if not made_of(loss, ends):
             return False
         self.outside |= dict.fromkeys(_used(root, loss, ends))
+        self._counts(loss)
         return True
 
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
@@ -326,19 +298,46 @@ class Around:
         now = sizes(root)
         return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
 
+    def steps(self, root: nn.Module) -> None:
+        """Before the first step: whether weights are others than in the first forward, or others were put back."""
+        self.moved = self.changed(root)
+        now = sizes(root) if self.moved else {}
+        for began in (self._began if self.swung else {}, self._earlier):
+            if began and all(name in began and same_size(began[name], now[name], 1e-6) for name in self.moved):
+                self.moved, self.swung = (), self.swung or bool(now)
+
     def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A backward, which ``torch.autograd.grad`` is none of: what that asks for is not what trains."""
-        self._going += 1
+        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains."""
+        self.going += 1
         try:
             return plain(*args, **kwargs)
         finally:
-            self._going -= 1
+            self.going -= 1
+
+    def scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        """A scaler multiplies a loss."""
+        result = plain(scaler, *args, **kwargs)
+        self.scale = float(scaler.get_scale())
+        return result
+
+    def weighed(self, plain: Callable[..., Any], window: Any, loss: Tensor, mean_over: Any) -> Any:
+        """The run says over how many tokens a loss is a mean."""
+        self.tokens = self.tokens if mean_over is None else float(mean_over)
+        return plain(window, loss, mean_over)
+
+    def asks(self, wanted: tuple[int, ...]) -> None:
+        """The program asks for the gradients of these weights."""
+        if self.asked and self.asked != wanted:
+            self.unproven = (
+                "the program has asked torch.autograd.grad for gradients of some weights, and then of others"
+            )
+        self.asked = wanted
 
     def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
         """A hook that keeps the gradient of an output; one that arrives again adds up."""
 
         def hook(grad: Tensor | None) -> None:
-            if grad is None or not self._going:  # DDP gives none to outputs that no loss has used
+            if grad is None or not self.going:  # DDP gives none to outputs that no loss has used
                 return
             kept = local(grad).detach().cpu().clone()
             arrived[place] = arrived[place] + kept if place in arrived else kept
@@ -349,7 +348,9 @@ class Around:
         """The gradients of these micro-batches were cleared."""
         self._thrown += [] if self._tried else micros
         self._cleared += 0 if self._tried else len(micros)
-        self._tried, self.unproven = False, ""
+        self._tried, self.unproven, self._earlier = False, "", self._earlier or self._began
+        self._terms.clear()
+        self.doubled.clear()
 
     def tried(self) -> None:
         """Something else has stepped, or a scaler has refused to: what is cleared behind it is cleared on purpose."""
@@ -376,10 +377,20 @@ class Around:
         return self.idle > 1
 
     def told(
-        self, root: nn.Module, kept: tuple[Micro, ...], scale: float, known: int | None, *, copies: bool
+        self,
+        root: nn.Module,
+        kept: tuple[Micro, ...],
+        scale: float,
+        known: int | None,
+        *,
+        copies: bool,
+        computed: bool,
     ) -> Disturbed:
-        """All of it. ``copies``: whether it has to be asked if weights came from somewhere else."""
-        why = COPIES if copies and self.changed(root) else self.unproven
+        """All of it. ``copies``: whether it has to be asked if weights came from somewhere else.
+
+        ``computed``: whether a module was called with weights that are no leaves.
+        """
+        why = COPIES if copies and self.changed(root) else COMPUTED if computed else self.unproven
         return Disturbed(
             unproven=why,
             moved=self.moved,
@@ -393,7 +404,56 @@ class Around:
             cleared=self._cleared,
             wasted=self.wasted(kept, scale, known),
             idle=self.idle > 1,
+            asked=bool(self.asked),
+            doubled=tuple(self.doubled),
         )
+
+
+def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:
+    """Identities of the trained weights of a model among what gradients are asked for."""
+    mine = {id(param) for _, param in parameters(root) if param.requires_grad}
+    given = inputs if isinstance(inputs, tuple | list) else (inputs,)
+    return tuple(sorted({id(one) for one in given} & mine))
+
+
+def transforms() -> bool:
+    """Return whether this is inside of a transform of ``torch.func``: its tensors mean nothing outside."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def added_up(terms: Sequence[tuple[Any, float]], calls: Sequence[Called]) -> int:
+    """Of how many losses of one kind a loss is the sum, each of a call over other samples; 1: nobody can tell."""
+    used = [call for call in calls if call.ends]
+    shapes = {(call.inputs, *(one.shape for key, one in call.tensors.items() if key != "rng")) for call in used}
+    others = {digest(call.tensors) for call in used}
+    alike = len({one.name() for one, _ in terms}) == len(shapes) == 1 and all(by == 1 for _, by in terms)
+    return len(terms) if alike and len(terms) == len(used) == len(others) else 1
+
+
+def micro_of(loss: Tensor, seed: float, ends: Collection[int], calls: Sequence[Called], tokens: float | None) -> Micro:
+    """What is noted of a loss that is about to go backward; ``tokens``: over how many it is a mean."""
+    factor, each = factor_of(loss, ends), loss.numel() > 1
+    value = float(loss.detach().sum())
+    if not isfinite(value) and tokens == 0:  # a mean over nothing, which counts as nothing
+        value = 0.0
+    return Micro(
+        loss=value / factor.value if factor.value else value,
+        factor=factor.value * seed,
+        total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
+        tokens=tokens,
+        count=float(loss.numel()) if each else factor.count,
+        meant=factor.meant,
+        added=added_up(factor.terms, calls),
+        line=next(line_of("backward"), ""),
+        operators=operators_of(loss, ends),
+    )
+
+
+def place_in(known: list[Any], one: Any) -> int:
+    """Its place among those that are known, to which it is added."""
+    if one not in known:
+        known.append(one)
+    return known.index(one)
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
@@ -420,20 +480,6 @@ def line_of(what: str) -> Iterator[str]:
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
 
 
-def engine_of(root: nn.Module | None) -> Any:
-    """DeepSpeed's engine, at the root or in it."""
-    found = (
-        one for one in (root.modules() if root is not None else ()) if "DeepSpeedEngine" in names.known_bases(type(one))
-    )
-    return next(found, None)
-
-
-def clip_of(engine: Any) -> ClipProof:
-    """Return how DeepSpeed clips, which it does by itself."""
-    norm = getattr(engine.optimizer, "_global_grad_norm", None)
-    return ClipProof(most=float(engine.gradient_clipping()), seen=float(norm) if norm and isfinite(norm) else None)
-
-
 def entry_of(root: nn.Module) -> str:
     """The method that a call of the wrapper leads to: Lightning puts ``training_step`` in the place of ``forward``."""
     inner = names.unwrap_root(root)[-1]
@@ -451,36 +497,3 @@ def digest(tensors: dict[str, Tensor]) -> str:
             found.update(repr((key, one.dtype, tuple(one.shape))).encode())
             found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
-
-
-def said_accumulation() -> int | None:
-    """Micro-batches of a step as accelerate was told; None: it was not, or is not there."""
-    state = sys.modules.get("accelerate.state")
-    shared = getattr(getattr(state, "GradientState", None), "_shared_state", {})
-    return _several(shared.get("plugin_kwargs", {}).get("num_steps"))
-
-
-def trainer_accumulation() -> int | None:
-    """The same of the Trainer of transformers whose code steps now; it divides by itself, and tells accelerate 1."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if any(f"{one.__module__.partition('.')[0]}.{one.__name__}" == TRAINER for one in type(owner).__mro__):
-            return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
-        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
-    return None
-
-
-def known_accumulation(trainer: int | None, engine: Any, micros: Collection[Micro]) -> int | None:
-    """Micro-batches of a step as accelerate, a Trainer or DeepSpeed has been told; None: nobody was.
-
-    Where backwards stand in several lines, a micro-batch may have several of them: an engine's number counts none.
-    """
-    if (said := said_accumulation()) is not None:
-        return said
-    steps = trainer if engine is None else trainer or _several(engine.gradient_accumulation_steps())
-    return steps if len({one.line for one in micros}) < 2 else None
-
-
-def _several(steps: Any) -> int | None:
-    return steps if isinstance(steps, int) and steps > 1 else None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from prepkit.objects.local_part import local
 from prepkit.ranks.world import world
 
 MOST = 20_000
@@ -36,19 +38,26 @@ class Factor:
     count: float | None = None
     """Over how many samples or tokens it is a mean, or a sum; None: nobody knows."""
     meant: tuple[float, ...] = ()
-    """Parts of the value that may be the loss's own: multiplications by less than one, and a mean of several losses."""
+    """Parts of the value that may be the loss's own: multiplications by less than one, a mean of several losses, and
+    the square of a number by which outputs were divided, as distillation at a temperature has it."""
+    terms: tuple[tuple[Any, float], ...] = ()
+    """The node of each loss that it is the sum of, and by what it was multiplied before they were added."""
 
 
-def seed_of(loss: Tensor, gradient: Any) -> float:
-    """The number by which ``loss.backward(gradient)`` multiplies a loss of one element."""
+def seed_of(loss: Tensor, gradient: Any) -> float | None:
+    """The number by which ``loss.backward(gradient)`` multiplies a loss, or each of several; None: there is none."""
     given = gradient[0] if isinstance(gradient, tuple | list) and gradient else gradient
-    return float(given) if isinstance(given, Tensor) and loss.numel() == 1 else 1.0
+    if not isinstance(given, Tensor):
+        return 1.0 if loss.numel() == 1 else None
+    first, *_ = seeds = local(given).detach().reshape(-1)
+    return float(first) if bool((seeds == first).all()) else None
 
 
-def factor_of(loss: Tensor) -> Factor:
+def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
     """The product of all numbers that the loss was multiplied with, back to what a loss function has returned.
 
-    Also inside of a model that returns its loss, as a LightningModule does.
+    Also inside of a model that returns its loss, as a LightningModule does. ``ends``: identities of nodes at which the
+    model's outputs begin.
     """
     value, last, node, place = 1.0, 1.0, loss.grad_fn, loss.output_nr
     meant: list[float] = []
@@ -57,9 +66,11 @@ def factor_of(loss: Tensor) -> Factor:
         sink = node.name() == "_DDPSinkBackward"  # hands each output on as it is
         by = 1.0 if sink else _scaled(node) if len(inputs) == 1 else None
         if by is None:
-            if last * _terms(node) == 1 and last < 1:
+            terms = tuple(_terms(node))
+            if last * len(terms) == 1 and last < 1:
                 meant.append(last)
-            return Factor(value, _sums(node), _count(node), tuple(meant))
+            meant += dict.fromkeys(_squares(node, ends))
+            return Factor(value, _sums(node), _count(node), tuple(meant), terms)
         value *= by
         last = last if by == 1 else by
         if node.name().startswith("MulBackward") and abs(by) < 1:
@@ -68,11 +79,33 @@ def factor_of(loss: Tensor) -> Factor:
     return Factor(value, meant=tuple(meant))
 
 
-def _terms(node: Any) -> int:
-    """Of how many losses it is the sum."""
-    if not node.name().startswith("AddBackward"):
-        return 1
-    return sum(_terms(following) for following, _ in node.next_functions if following is not None)
+def terms_of(loss: Tensor) -> list[Any]:
+    """Nodes of the losses that it is the sum of."""
+    return [] if loss.grad_fn is None else [node for node, _ in _terms(loss.grad_fn)]
+
+
+def _terms(node: Any, by: float = 1.0) -> Iterator[tuple[Any, float]]:
+    """Yield the node of each loss that it is the sum of, and by what that was multiplied."""
+    inside = [following for following, _ in node.next_functions if following is not None]
+    stacked = node.name().startswith("SumBackward") and inside and inside[0].name().startswith("StackBackward")
+    if node.name().startswith("AddBackward"):
+        for one in inside:
+            yield from _terms(one, by)
+    elif stacked:
+        for one, _ in inside[0].next_functions:
+            yield from () if one is None else _terms(one, by)
+    elif len(inside) == 1 and (more := _scaled(node)) is not None:
+        yield from _terms(inside[0], by * more)
+    else:
+        yield node, by
+
+
+def _squares(node: Any, ends: Collection[int]) -> Iterator[float]:
+    """Yield squares of the numbers by which outputs were divided on the way to a loss."""
+    for one in _behind(node, ends):
+        scales = one.name().startswith(("MulBackward", "DivBackward")) and prod(one._input_metadata[0].shape) > 1
+        if scales and (by := _scaled(one)) and abs(by) < 1:
+            yield round(1 / by**2, 6)
 
 
 def _scaled(node: Any) -> float | None:
@@ -113,6 +146,11 @@ def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:
     yield from (leaf for leaf in leaves if leaf is not None)
 
 
+def weights_of(loss: Tensor, ends: Collection[int]) -> Iterator[int]:
+    """Identities of the parameters that it reaches past the model's outputs, as those of a head beside the model."""
+    yield from (id(leaf) for leaf in used_outside(loss, ends) if isinstance(leaf, nn.Parameter))
+
+
 def operators_of(loss: Tensor, ends: Collection[int]) -> str:
     """Which operators have made it of the model's outputs, and how often: ``NllLossBackward0, DivBackward0 x 2``."""
     found = Counter(node.name() for node in _made_by(loss, ends))
@@ -126,8 +164,12 @@ def made_of(loss: Tensor, ends: Collection[int]) -> bool:
 
 
 def _made_by(loss: Tensor, ends: Collection[int]) -> Iterator[Any]:
+    yield from _behind(loss.grad_fn, ends)
+
+
+def _behind(node: Any, ends: Collection[int]) -> Iterator[Any]:
     seen: set[int] = set()
-    left = [loss.grad_fn]
+    left = [node]
     while left and len(seen) < MOST:
         node = left.pop()
         if node is None or id(node) in seen or id(node) in ends:

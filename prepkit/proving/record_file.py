@@ -91,6 +91,10 @@ class Micro:
     """Where the program went backward; empty: nobody knows."""
     operators: str = ""
     """What the program has made its loss with, as ``loss_graph.operators_of``."""
+    added: int = 1
+    """Of how many losses of one kind, each of a call of its own, it is the sum; nothing has divided them."""
+    like: int = 0
+    """Losses that were made in the same line, by the same operators and with the same weights have the same number."""
 
 
 @frozen(kw_only=True)
@@ -135,6 +139,10 @@ class Disturbed:
     """Those of them that are certainly of the same step, as ``hooks.Around.wasted``."""
     idle: bool = False
     """Whether nothing else was recorded, because each step comes after gradients were cleared."""
+    doubled: tuple[str, ...] = ()
+    """Lines in which a loss went backward that had done so before."""
+    asked: bool = False
+    """Whether the program has asked for gradients, and puts them into their places itself."""
 
 
 @frozen(kw_only=True)
@@ -169,6 +177,10 @@ class Head:
     divides: int | None = None
     """Micro-batches of a full window, by which each loss is to be divided however many backwards this one has, as plan
     and loop say; None: nobody says, and each backward is taken for a micro-batch."""
+    elsewhere: tuple[str, ...] = ()
+    """Trained parameters that another optimizer holds, which has not stepped in this window."""
+    settings: tuple[str, ...] = ()
+    """Numbers that layers of torch's were made with, as ``2.p=0.1``."""
     cut: bool = False
     """Whether it has layers that compute with a part of their weights: ranks that share them read the same samples."""
     device: str = "cpu"

@@ -6,9 +6,10 @@ recorded, nothing hangs anywhere.
 
 from __future__ import annotations
 
-import json
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -19,37 +20,46 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
+from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
-from prepkit.proving import bare, tree
+from prepkit.proving import bare
 from prepkit.proving.hooks import (
     Around,
     Called,
-    Clipping,
-    clip_of,
-    engine_of,
+    asked_for,
     evaluating,
     held_parts,
     keep_changed,
-    known_accumulation,
     line_of,
+    micro_of,
     other_buffers,
     parameters,
+    place_in,
     shapes,
-    trainer_accumulation,
+    transforms,
     with_closure,
     with_gradients,
 )
-from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of, seed_of
-from prepkit.proving.outputs import RETURNED, returned
+from prepkit.proving.loss_graph import lowest_dtype, seed_of, weights_of
 from prepkit.proving.record_file import Head, Micro, Record
-from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
-from prepkit.proving.trace import Tracer, sketch
+from prepkit.proving.steppers import (
+    Clipping,
+    Held,
+    clip_of,
+    engine_of,
+    holds,
+    known_accumulation,
+    places,
+    trainer_accumulation,
+)
+from prepkit.proving.trace import Tracer, on_calls
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
 
+BACKWARD, GRAD = inspect.signature(torch.autograd.backward), inspect.signature(torch.autograd.grad)
 LARGEST = 4 << 30
 """Bytes that a record may take on a rank."""
 
@@ -96,29 +106,30 @@ class Recorder:
     _micros: list[Micro] = field(factory=list, init=False)
     _tracer: Tracer = field(factory=Tracer, init=False)
     _operators: ExitStack = field(factory=ExitStack, init=False)
-    _scale: float = field(default=1.0, init=False)
     _dtype: torch.dtype = field(default=torch.float64, init=False)
     _parts: dict[str, Part] = field(factory=dict, init=False)
     _tensors: dict[str, Tensor] = field(factory=dict, init=False)
-    _groups: dict[str, int] = field(factory=dict, init=False)
+    _held: Held = field(factory=Held, init=False)
     _shapes: dict[str, tuple[int, ...]] = field(factory=dict, init=False)
-    _optimizers: list[Any] = field(factory=list, init=False)
-    _options: tuple[str, ...] = field(default=(), init=False)
-    _tokens: float | None = field(default=None, init=False)
     _told: int | None = field(default=None, init=False)
     """The accumulation that a Trainer was told."""
-    _numbers: dict[int, int] = field(factory=dict, init=False)
-    """Identities of groups to their places among the options."""
-    _fresh: bool = field(default=True, init=False)
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
     _clips: Clipping = field(init=False)
     _around: Around = field(factory=Around, init=False)
-    _odd: dict[str, None] = field(factory=dict, init=False)
-    """Entries of an optimizer's state that a record cannot hold."""
     _strange: bool = field(default=False, init=False)
     """Whether an optimizer has stepped that holds nothing of any model that was called."""
+    transformed: bool = field(default=False, init=False)
+    """Whether a module was called inside of a transform of ``torch.func``, whose gradients nothing outside sees."""
+    _computed: bool = field(default=False, init=False)
+    """Whether a module was called with weights that were computed from others."""
+    _still: dict[int, nn.Module] = field(factory=dict, init=False)
+    """Modules that were called, and do not train."""
+    _likes: list[Any] = field(factory=list, init=False)
+    """How each kind of loss was made, so that those of one kind have the same place."""
     _stack: ExitStack = field(factory=ExitStack, init=False)
+    _hooked: ExitStack = field(factory=ExitStack, init=False)
+    """What hangs on the root."""
 
     def __attrs_post_init__(self) -> None:
         self.family = [self]
@@ -129,19 +140,20 @@ class Recorder:
         """Hooks are on inside."""
         with ExitStack() as stack:
             self._stack = stack
+            stack.callback(self._hooked.close)
             if self.root is None:
                 stack.enter_context(called_first(self._root))
             else:
-                self._attach(self.root, stack)
+                self._attach(self.root)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
-                (torch.autograd, "backward", self._around.goes),
+                (torch.autograd, "grad", self._asks),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
-                (torch.amp.GradScaler, "scale", self._scaled),
+                (torch.amp.GradScaler, "scale", self._around.scaled),
                 (torch.amp.GradScaler, "step", self._tried),
                 *self._clips.places(self._clippable, self._micros),
-                (TokenWindow, "weighed", self._weighed),
+                (TokenWindow, "weighed", self._around.weighed),
             )
             for home, name, instead in around:
                 stack.enter_context(around_calls(home, name, instead))
@@ -162,7 +174,7 @@ class Recorder:
     @property
     def stepped(self) -> bool:
         """Whether a window of the root was stepped, be it by an optimizer that holds nothing of it."""
-        return bool(self._optimizers or self._strange)
+        return bool(self._held.optimizers or self._strange)
 
     def record(self) -> Record:
         """Return what was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
@@ -175,9 +187,18 @@ class Recorder:
         for other in self.family[1:] if self.family[0] is self else ():
             if not other.stepped:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
+        others = [one.root for one in self.family if not one.stepped and one.root is not None]
+        if own := tuple(self._around.own):
+            self.tell(f"the forward itself changes {some(own)}: weights were replayed as they were at the step")
+        if elsewhere := self._held.elsewhere(parameters(self.root)):
+            self._around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
+            said = "and has not stepped in this window, which is right where parts train in turn"
+            self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
+        for told in bare.in_the_same_place(parameters(self.root), (*self.family[0]._still.values(), *others)):
+            self.tell(told)
         engine = engine_of(self.root)
-        scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._scale
-        clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._optimizers
+        scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._around.scale
+        clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._held.optimizers
         known = self.accumulation or known_accumulation(self._told, engine, self._micros)
         if engine is not None and clip is None and engine.gradient_clipping():
             clip = clip_of(engine)
@@ -186,12 +207,13 @@ class Recorder:
             world=world().size,
             calls=tuple(call.recorded() for call in self._calls),
             micros=tuple(self._micros),
-            params=tuple(held_parts(self.root, self._parts, self._shapes, self._groups)),
+            params=tuple(held_parts(self.root, self._parts, self._shapes, self._held.groups)),
             evaluating=self._evaluating,
-            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._optimizers)),
-            groups=self._options,
-            fresh=self._fresh,
-            odd=tuple(self._odd),
+            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._held.optimizers)),
+            groups=self._held.options,
+            fresh=self._held.fresh,
+            odd=tuple(self._held.odd),
+            elsewhere=elsewhere,
             dtype=str(self._dtype).removeprefix("torch.") if self.computes_in is None else self.computes_in,
             sent="bfloat16" if any(getattr(one, "_comm_hooks", None) for one in self.root.modules()) else "float32",
             scale=scale,
@@ -200,8 +222,11 @@ class Recorder:
             accumulation=known,
             divides=self.divides,
             cut=bool(tensor_parallel(names.sites(self.root))),
+            settings=tuple(bare.settings(self.root)),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
-            disturbed=self._around.told(self.root, tuple(self._micros), scale, known, copies=copies),
+            disturbed=self._around.told(
+                self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
+            ),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
             trace=tuple(self._tracer.entries),
@@ -209,14 +234,27 @@ class Recorder:
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
 
-    # --- forward ----------------------------------------------------------------------------------------------------
-
     def _root(self, module: nn.Module, *_: Any) -> None:
-        """Takes the first module that trains for the root, and gives any other a recorder of its own."""
-        if not torch.is_grad_enabled() or not any(param.requires_grad for param in module.parameters()):
+        """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""
+        if transforms():
+            self.transformed = True
+            return
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            self._still[id(module)] = module
+            return
+        if not all(one.is_leaf for one in module.parameters()):
+            self._computed = True
             return
         if self.root is None:
-            self._attach(module, self._stack)
+            self._attach(module)
+            return
+        inside = set(module.modules()) - {module}
+        # a layer with a parametrization, which is called when its weight is looked at, comes before the whole
+        if parts := [one for one in self.family if one.root in inside and not (one._micros or one.stepped)]:
+            for one in parts:
+                one._detach(done=one is not parts[0])
+            self.family[:] = [one for one in self.family if one.root is not None or one is parts[0]]
+            parts[0]._attach(module)
             return
         mine = {id(param) for param in module.parameters()}
         for one in self.family:
@@ -232,28 +270,25 @@ class Recorder:
         self.family.append(other)
         self._stack.enter_context(other.on())
 
-    def _attach(self, root: nn.Module, stack: ExitStack) -> None:
+    def _detach(self, *, done: bool) -> None:
+        """Forgets a root of which nothing went backward."""
+        self._hooked.close()
+        self.root, self.done, self._dtype, self._around.swung = None, done, torch.float64, False
+        for what in (self._calls, self._tensors, self._limits, self._tracer):
+            what.clear()
+
+    def _attach(self, root: nn.Module) -> None:
         self.root = bare.standing(root)
         if self.traces:
-            stack.enter_context(self._tracer.on(root))
-            stack.callback(self._operators.close)
-        if (compiled := root._compiled_call_impl) is not None:  # hooks would be compiled with the model
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self._enters(root, args, kwargs)
-                output = compiled(*args, **kwargs)
-                self._leaves(root, args, output)
-                return output
-
-            root._compiled_call_impl = call
-            stack.callback(setattr, root, "_compiled_call_impl", compiled)
-            return
-        stack.callback(root.register_forward_pre_hook(self._enters, prepend=True, with_kwargs=True).remove)
-        stack.callback(root.register_forward_hook(self._leaves).remove)
-        if isinstance(root, nn.parallel.DistributedDataParallel):
-            stack.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
+            self._hooked.enter_context(self._tracer.on(root))
+            self._hooked.callback(self._operators.close)
+        on_calls(root, self._enters, self._leaves, self._hooked)
+        if isinstance(root, nn.parallel.DistributedDataParallel) and root._compiled_call_impl is None:
+            self._hooked.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
 
     def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if transforms():
+            return
         if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
         if self._ready and torch.is_grad_enabled():
@@ -264,26 +299,13 @@ class Recorder:
         self._around.forward(self.root, first=not self._calls)
         if torch.is_autocast_enabled("cpu"):
             self._dtype = torch.get_autocast_dtype("cpu")
-        tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
-
-        def keep(tensor: Tensor) -> str:
-            key = f"{len(tensors)}"
-            tensors[key] = local(tensor).detach().cpu().clone()
-            return key
-
-        try:
-            inputs = json.dumps(tree.written([args, kwargs], keep))
-        except tree.NotPlain as error:
-            self._limits[f"{error}, which a record does not hold: nothing was replayed"] = None
-            inputs = ""
         if self.traces:
             self._tracer.micro = len(self._micros)
             self._operators.close()
             self._operators.enter_context(self._tracer.operators())
-        own = "num_items_in_batch" in kwargs
-        self._calls.append(Called.of(self.root, inputs, tensors, own_total=own))
+        self._calls.append(Called.of(self.root, args, kwargs, self.tell))
         self._reads_buffers()
-        held = sum(one.nbytes for call in self._calls for one in (*call.tensors.values(), *call.buffers.values()))
+        held = sum(call.nbytes for call in self._calls)
         if held > self.largest:
             self._give_up(
                 f"the inputs of {len(self._calls)} calls take {held:,} bytes, and {self.largest:,} may be kept"
@@ -299,64 +321,69 @@ class Recorder:
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
         self._operators.close()
-        if self.done or not torch.is_grad_enabled() or not self._calls:
+        if self.done or transforms() or not torch.is_grad_enabled() or not self._calls:
             return
-        call, found = self._calls[-1], list(tree.tensors_of(output))
-        call.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
-        self._dtype = lowest_dtype(call.ends, self._dtype)
-        for place, tensor in enumerate(found):
-            if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
-                call.seen[place] = sketch(local(tensor).detach().reshape(-1))
-                call.returned.append(returned(place, tensor))
-            if tensor.requires_grad:
-                tensor.register_hook(self._around.adding(call.arrived, place))  # type: ignore[no-untyped-call]
-
-    # --- backward ---------------------------------------------------------------------------------------------------
+        self._around.went(self.root)
+        self._calls[-1].ended(output, self._around.adding)
+        self._dtype = lowest_dtype(self._calls[-1].ends, self._dtype)
 
     def _backward(self, plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        losses = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        given = BACKWARD.bind(tensors, *args, **kwargs).arguments
+        if (inputs := given.get("inputs")) is not None:
+            if not (wanted := asked_for(self.root, inputs)):
+                return plain(tensors, *args, **kwargs)
+            self._around.trains_some(self.root, wanted)
         if self.done and self._again and not self._stepping:
             self._around.kept = with_gradients(self.root)
             self._over()
-        open_calls = [call for call in self._calls if call.micro < 0]
-        trains = not (self._stepping or self.done) and losses[0].numel() == 1
-        if trains and not open_calls and not self._around.again(self.root, losses[0], self._calls):
-            self._around.past(self.root, losses[0], set(), first=not self._micros)
-        if not (trains and open_calls):  # as in checkpointing too, which goes backward inside a backward
-            return plain(tensors, *args, **kwargs)
-        factor: Factor = factor_of(losses[0])
-        ends = {id(end) for call in open_calls for end in call.ends}
-        micro = len(self._micros)
-        self._around.backward(self.root, losses[0], ends, first=not self._micros)
-        total = factor.total or any(call.own_total for call in open_calls)
-        loss = float(losses[0].detach())
-        if not isfinite(loss) and self._tokens == 0:  # a mean over nothing, which counts as nothing
-            loss = 0.0
-        if not isfinite(loss):
-            self._around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
-            loss = 0.0
-        self._micros.append(
-            Micro(
-                loss=loss / factor.value if factor.value else loss,
-                factor=factor.value * seed_of(losses[0], args[0] if args else kwargs.get("grad_tensors")),
-                total=total and self._tokens is None,
-                tokens=self._tokens,
-                count=factor.count,
-                meant=factor.meant,
-                line=next(line_of("backward"), ""),
-                operators=operators_of(losses[0], ends),
-            )
-        )
-        self._tokens = None
-        self._lines |= dict.fromkeys(line_of("backward"))
+        if self._around.asked and not (self.done or self._stepping):  # that was not what trains
+            self._around.asked = ()
+            self._micros.clear()
+            for call in self._calls:
+                call.micro = -1
+                call.arrived.clear()
+        return self._goes(partial(plain, tensors, *args, **kwargs), tensors, given.get("grad_tensors"))
+
+    def _asks(self, plain: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Gradients of weights that a program puts into their places itself, unless a backward follows."""
+        wanted = asked_for(self.root, inputs)
+        given = GRAD.bind(outputs, inputs, *args, **kwargs).arguments
+        instead = self._micros and not (self._around.asked or self.done)
+        if self._stepping or given.get("create_graph") or not wanted or instead:
+            return plain(outputs, inputs, *args, **kwargs)
+        if self.done and self._again:
+            self._over()
+        if not self.done:
+            self._around.asks(wanted)
+        return self._goes(partial(plain, outputs, inputs, *args, **kwargs), outputs, given.get("grad_outputs"))
+
+    def _goes(self, plain: Callable[[], Any], tensors: Any, gradient: Any) -> Any:
+        """Backward from one loss, or one for each sample."""
+        tensor = tensors[0] if isinstance(tensors, tuple | list) else tensors
+        open_calls, asked = [call for call in self._calls if call.micro < 0], bool(self._around.asked)
+        seed = None if self._stepping or self.done or self._around.going else seed_of(tensor, gradient)
+        if seed is not None and not open_calls and not self._around.again(self.root, tensor, self._calls) and not asked:
+            self._around.past(self.root, tensor, set(), first=not self._micros)
+        if seed is None or not open_calls:  # as in checkpointing too, which goes backward inside a backward
+            return self._around.goes(plain)
+        ends = {id(end) for call in self._calls for end in call.ends}
+        self._around.backward(self.root, tensor, ends, first=not (self._micros or asked))
+        made = micro_of(tensor, seed, ends, open_calls, self._around.tokens)
+        if not isfinite(made.loss):
+            said = f"the loss of micro-batch {len(self._micros)} is {made.loss} on rank {world().rank}"
+            self._around.unproven, made = said, evolve(made, loss=0.0)
+        like = (made.line, made.operators, {*weights_of(tensor, ends)})
         for call in open_calls:
-            call.micro = micro
+            call.micro = len(self._micros)
+        self._micros.append(evolve(made, like=place_in(self._likes, like)))
+        self._around.tokens = None
+        self._lines |= dict.fromkeys(line_of("backward"))
         self._tracer.backward = True
-        result = plain(tensors, *args, **kwargs)
+        result = self._around.goes(plain)
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._around.past(self.root, losses[0], ends, first=False)
+            self._around.past(self.root, tensor, ends, first=False)
             for call in open_calls:
                 call.micro = -1  # its own may follow
         return result
@@ -365,17 +392,14 @@ class Recorder:
         """What was not stepped is no part of this window. ``which``: an optimizer, or a module; of all that trains."""
         result = plain(which, *args, **kwargs)
         if self.done and holds(self.root, which):
-            self._ready = self.lingers
-        elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
+            self._ready = self.lingers and not with_gradients(self.root)
+        elif self._around.asked or self.done or self.stepped:  # what was asked for lies elsewhere
+            pass
+        elif holds(self.root, which) and not with_gradients(self.root):
             self._around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
             for what in (self._micros, self._clips.at, self._around.outside, self._around.beside, self._tracer):
                 what.clear()
-        return result
-
-    def _scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        result = plain(scaler, *args, **kwargs)
-        self._scale = float(scaler.get_scale())
         return result
 
     def _tried(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -384,28 +408,22 @@ class Recorder:
             self._around.tried()
         return result
 
-    def _weighed(self, plain: Callable[..., Any], window: Any, loss: Tensor, mean_over: Any) -> Any:
-        """The run says over how many tokens a loss is a mean."""
-        self._tokens = self._tokens if self.done or mean_over is None else float(mean_over)
-        return plain(window, loss, mean_over)
-
     def _clippable(self) -> dict[int, nn.Parameter] | None:
         """What may be clipped here, by identity; None: nothing is listened to."""
-        return None if self.done or self.root is None else {id(param): param for param in self.root.parameters()}
-
-    # --- step -------------------------------------------------------------------------------------------------------
+        return None if self.root is None else {id(param): param for param in self.root.parameters()}
 
     def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records what is about to be stepped; what a closure makes first, after the closure."""
         closed = with_closure(args, kwargs or {}, lambda: self._gradients(optimizer))
-        if self.done and closed and optimizer in self._optimizers:
+        if self.done and closed and optimizer in self._held.optimizers:
             self.family[0].when_done()  # the next window
         if not closed or self.done:
             self._gradients(optimizer if not closed else None)
         return None if self.done else closed
 
     def _gradients(self, optimizer: Any) -> None:
-        if self.done and optimizer in self._optimizers and not self._stepping:
+        known = self.done and (optimizer in self._held.optimizers or (not self._ready and holds(self.root, optimizer)))
+        if known and not self._stepping:
             self._around.twice = not self._again
             self.family[0].when_done()  # what has not stepped by now does not step in this window
         if self.done or self._stepping or self.root is None:
@@ -418,57 +436,40 @@ class Recorder:
             self._shapes = shapes(self.root)
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
-            self._around.moved = self._around.changed(self.root)
+            self._around.steps(self.root)
             self._told = trainer_accumulation()
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
             self._around.tried()
             return
-        self._stepping, state = True, acting(optimizer).state
+        self._stepping = True
         self._lines |= dict.fromkeys(line_of("step"))
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
-            self._fresh = self._fresh and all(map(is_fresh, state.values()))
-        for group in optimizer.param_groups:  # DeepSpeed's ZeRO 1 and 2 step one after the other
-            if id(group) not in self._numbers:
-                self._numbers[id(group)] = len(self._options)
-                self._options += (plain_options(optimizer, group),)
-        for name, (place, holder, at) in held.items():
-            self._groups[name] = self._numbers[id(optimizer.param_groups[place])]
-            numel = self._parts[name].values.numel()
-            self._keep_state(name, earlier(state.get(holder, {}), local(holder).numel(), slice(at, at + numel)))
-            if holder.grad is not None:
-                grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
-                self._keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
+        self._held.take(optimizer, held, self._parts, self._keep)
 
     def _idles(self, root: nn.Module, optimizer: Any) -> None:
         """A step over nothing: the second one is all that there is to tell."""
         if not self.stepped and holds(root, optimizer) and self._around.stepped_nothing(root):
             self._lines |= dict.fromkeys(line_of("step"))
-            self._optimizers.append(optimizer)
+            self._held.optimizers.append(optimizer)
             self._complete()
 
-    def _keep_state(self, name: str, found: Iterator[tuple[str, Tensor | None]]) -> None:
-        for key, row in found:
-            self._keep(f"{key}/{name}", row) if row is not None else self._odd.setdefault(key)
-
     def _after_step(self, optimizer: Any, *_: Any) -> None:
-        if optimizer not in self._optimizers or not self._stepping:
+        if optimizer not in self._held.optimizers or not self._stepping:
             return
         self._stepping = False
         for name in places(self._parts, optimizer):
             self._keep(f"after/{name}", self._parts[name].values)
         trained = {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
-        if all(name in self._groups or not self._parts[name].values.numel() for name in trained):
+        if all(name in self._held.groups or not self._parts[name].values.numel() for name in trained):
             self._complete()
 
     def _complete(self) -> None:
         if not self.done and self.root is not None:
             self._evaluating = evaluating(self.root)
             trained = {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
-            for name in sorted(trained - self._groups.keys()):  # which other ranks may step, and send
+            for name in sorted(trained - self._held.groups.keys()):  # which other ranks may step, and send
                 self._keep(f"after/{name}", self._parts[name].values)
-        self.done = True
+        self.done = self._clips.closed = True
         if not self.lingers:
             self._over()
 
@@ -487,8 +488,7 @@ class Recorder:
             return
         values = tensor.detach() if key.startswith("buffer/") else tensor.detach().reshape(-1)
         self._tensors[key] = values.cpu().clone()
-        held = sum(one.nbytes for one in self._tensors.values())
-        if held > self.largest:
+        if sum(one.nbytes for one in self._tensors.values()) > self.largest:
             self._give_up(f"weights and gradients take more than {self.largest:,} bytes on a rank")
 
     def _give_up(self, why: str) -> None:

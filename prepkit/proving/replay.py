@@ -13,7 +13,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prepkit.facts.proof import GradientProof, LossShare, ProofFacts
+from prepkit.facts.proof import GradientProof, ProofFacts
 from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.proving import bare, tree
@@ -21,10 +21,14 @@ from prepkit.proving.apart import (
     averaged_later,
     buffers_apart,
     changed_later,
+    loss_shares,
+    number_of,
     options_apart,
     read,
+    read_again,
     same_draws,
     same_samples,
+    weight_of,
     weights_apart,
 )
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
@@ -35,7 +39,7 @@ from prepkit.proving.streamed import Streamed, stub
 from prepkit.ranks.world import world
 
 HALF = ("bfloat16", "float16")
-DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted")
+DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted", "asked", "doubled")
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
 """What rounding in the run's dtype does is measured by two replays: this part of it is allowed beside that. Of what 33
@@ -69,6 +73,8 @@ class Replay:
     """Those of each replay."""
     reached: set[str] = field(factory=set)
     """Parameters to which a gradient has come."""
+    reached_by: list[frozenset[str]] = field(factory=list)
+    """The same of each share, in their order."""
     draw: set[int] = field(factory=set)
     """Ranks of which a forward has drawn from torch's generator."""
 
@@ -145,7 +151,7 @@ def replayed(window: Replay) -> ProofFacts:
     after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
     return ProofFacts(
         world=first.world,
-        shares=_shares(records),
+        shares=loss_shares(records, window.reached_by),
         gradients=tuple(_compared(name, window, reference, rounded) for name in judged),
         steps=steps,
         dtype=_lowest(records, "dtype"),
@@ -171,7 +177,7 @@ def replayed(window: Replay) -> ProofFacts:
         lines=first.lines,
         outputs=outputs.changed,
         unrepeated=outputs.unrepeated,
-        limits=(*limits, *more, *unlike, *_meant(records), *((no_step,) if no_step else ())),
+        limits=(*limits, *more, *unlike, *_meant(records), *read_again(records), *((no_step,) if no_step else ())),
     )
 
 
@@ -205,6 +211,8 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         cleared=max(one.cleared for one in every),
         wasted=min(one.wasted for one in every),
         idle=any(one.idle for one in every),
+        asked=any(one.asked for one in every),
+        doubled=names_of("doubled"),
     )
 
 
@@ -235,84 +243,42 @@ def _lowest(records: tuple[Record, ...], kind: str) -> str:
     return max(every, key=lambda name: torch.finfo(getattr(torch, name)).eps)
 
 
-def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
-    return tuple(
-        LossShare(
-            rank=record.head.rank,
-            micro=at,
-            weight=_weight(records, record, at),
-            meant=of.meant,
-            operators=of.operators,
-            count=of.count if of.tokens is None else None,
-            each=_each(record, at),
-        )
-        for record in records
-        for at, of in enumerate(record.head.micros)
-    )
-
-
-def _weight(records: tuple[Record, ...], record: Record, at: int) -> float:
-    """The factor of a loss, without the loss scale, over that by which an average of all would carry it."""
-    every = [micro for one in records for micro in one.head.micros]
-    micro, scale, number = record.head.micros[at], record.head.scale, _number(record)
-    if micro.tokens is not None:
-        return micro.tokens * sum(map(_number, records)) / sum(one.tokens or 0.0 for one in every)
-    if not micro.total:
-        return micro.factor * number / scale
-    samples = [one.count for one in every if one.total and one.count]
-    more = number / len(record.head.micros)
-    return more * micro.factor / scale * sum(samples) / len(records) if len(samples) == len(every) else 1.0
-
-
-def _number(record: Record) -> int:
-    """Micro-batches over which gradients are averaged on a rank."""
-    return record.head.divides or len(record.head.micros)
-
-
 def _shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
     clips = [record.head.clip for record in records]
     found = [min(1.0, one.most / (one.seen + 1e-6)) for one in clips if one is not None and one.seen is not None]
     return tuple(found) if len(found) == len(clips) else ()
 
 
-def _each(record: Record, at: int) -> float | None:
-    """The part of one sample in the loss, by what it is a mean over, or by what its sum was divided by."""
-    micro = record.head.micros[at]
-    if micro.tokens is not None:
-        return None
-    factor = micro.factor / record.head.scale
-    return factor if micro.total else factor / micro.count if micro.count else None
-
-
 def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Shares:
     """The gradient of every share, by name. ``low``: the dtype of autocast."""
     model, streamed = window.streamed(dtype)
-    buffers = dict(bare.named_buffers(model))
     found = []
+    window.reached_by.clear()
     window.outputs.append(Outputs(str(dtype).removeprefix("torch.")))
     for record in window.records:
         for at, micro in enumerate(record.head.micros):
             share: dict[str, Tensor] = {}
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
-                    weight = _weight(window.records, record, at)
-                    _put_back(buffers, record, number)
+                    weight = weight_of(window.records, record, at)
+                    _put_back(model, record, number)
                     bare.evaluate(model, call.evaluating)
-                    divisor = record.head.scale / _number(record) * weight if micro.total else micro.factor
+                    divisor = record.head.scale / number_of(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
             window.held = max(window.held, streamed.most)
             window.reached |= share.keys()
+            window.reached_by.append(frozenset(share))
             found.append(share | {name: window.sampled(torch.zeros(streamed.params[name].shape)) for name in zero})
     return tuple(found)
 
 
-def _put_back(buffers: dict[str, Tensor], record: Record, number: int) -> None:
+def _put_back(model: nn.Module, record: Record, number: int) -> None:
     """Gives buffers the values that they had when a call began: others may have changed them since the last one."""
-    for name, buffer in buffers.items():
+    for name, buffer in list(bare.named_buffers(model)):  # a forward may have put another tensor there
         for key in (f"before/{number}/{name}", f"buffer/{name}"):
             if key in record.tensors:
-                buffer.data.copy_(record.tensors[key])
+                buffer.data = record.tensors[key].to(buffer.dtype, copy=True)
                 break
 
 
@@ -431,7 +397,7 @@ def _had_gradient(records: tuple[Record, ...], name: str) -> bool:
 def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
     """1 for each element that is to be compared, 0 where a clipping by value explains what it is."""
     most = window.records[0].head.value or 0.0
-    weights = torch.tensor([share.weight for share in _shares(window.records)], dtype=shares.dtype)
+    weights = torch.tensor([share.weight for share in loss_shares(window.records)], dtype=shares.dtype)
     mean = weights @ shares / len(shares)
     near = [(one.abs() - most).abs() <= CLAMPED * most for one in got]
     reached = torch.stack([at & (one.sign() == mean.sign()) for at, one in zip(near, got, strict=True)]).any(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, told
 from prepkit.facts.proof import ProofFacts
+from prepkit.findings import Finding
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder, TooLarge
@@ -29,9 +31,19 @@ TOGETHER = (
 
 
 UNSEEN = (
-    "optimizers have stepped, and nothing that the loop has called holds what they step: a step inside of a module's "
-    "own call, as by manual optimization, or weights that no call of a module holds as they are stepped, as under vmap"
+    "optimizers have stepped, and no backward went over outputs of a module that holds what they step: a step inside "
+    "of a module's own call, as by manual optimization, or weights that no call of a module holds as they are stepped"
 )
+TRANSFORMED = (
+    "torch.func (grad, vjp, vmap) has made the gradients: inside of it nothing can be recorded. While you prove, "
+    "make them by loss.backward(), or by torch.autograd.grad(loss, parameters)"
+)
+SAID = {
+    "run.not-averaged": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
+    "run.averaged-over-part": ("prove.part-of-ranks",),
+    "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
+}
+"""Rules of an audit, which looks at what stands there, to those of a proof that tell the same from gradients."""
 ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""
 
@@ -70,7 +82,7 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         arrivals.meet("the end of its window", last=True)
         proof = proven_window(recorder, keep)
         if proof is None and steps:
-            proof = _unproven(UNSEEN)
+            proof = _unproven(TRANSFORMED if any(one.transformed for one in recorder.family) else UNSEEN)
     except TooLarge as error:
         arrivals.ends(str(error))
         proof = _unproven(str(error))
@@ -78,7 +90,15 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         proof = _uneven(str(apart))
     finally:
         hook.remove()
-    return evolve(proof, audit=seen[0] if seen else None) if proof is not None else None
+    if proof is None or not seen:
+        return proof
+    return evolve(proof, audit=evolve(seen[0], findings=tuple(untold(seen[0].findings, proof.findings))))
+
+
+def untold(audited: Iterable[Finding], proven: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield what an audit has found but for that which the proof beside it tells more exactly. Pure."""
+    told = {one.rule for one in proven}
+    yield from (one for one in audited if told.isdisjoint(SAID.get(one.rule, ())))
 
 
 def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:

@@ -75,7 +75,8 @@ def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
         tuple(replica for replica in after if replica.holder == rank) or after
     )  # where others hold no optimizer of it
     if group is None:
-        yield StepProof(name=one.name, held=False)
+        if not any(one.name in record.head.elsewhere for record in records):
+            yield StepProof(name=one.name, held=False)
     elif grads and after:
         before = window.weight(one.name)
         options = json.loads(head.groups[group])

@@ -1,16 +1,26 @@
-"""What a recorder reads off an optimizer that is about to step: its class, its options, and which tensors it steps."""
+"""What a recorder reads off who steps: an optimizer's class, options and tensors, and how gradients are clipped."""
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from math import isfinite
 from typing import Any
 
 import torch
+from attrs import define, evolve, field
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
+from prepkit.facts.proof import ClipProof
+from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
+from prepkit.proving.record_file import Micro
 
 
 def acting(optimizer: Any) -> Any:
@@ -90,3 +100,211 @@ def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, An
                 found[name] = (group, param, (values.data_ptr() - begin) // values.element_size())
                 break
     return found
+
+
+@define(eq=False)
+class Held:
+    """What optimizers have stepped of a model in one window."""
+
+    optimizers: list[Any] = field(factory=list)
+    options: tuple[str, ...] = ()
+    """Of each group."""
+    groups: dict[str, int] = field(factory=dict)
+    """The place of each parameter's group among them."""
+    odd: dict[str, None] = field(factory=dict)
+    """Entries of a state that a record cannot hold."""
+    fresh: bool = True
+    """Whether no optimizer had any state."""
+    _numbers: dict[int, int] = field(factory=dict)
+    """Identities of groups to their places."""
+
+    def elsewhere(self, params: Iterable[tuple[str, nn.Parameter]]) -> tuple[str, ...]:
+        """Trained parameters that another optimizer holds which is alive: it steps in a window of its own."""
+        rest = {name: id(param) for name, param in params if param.requires_grad and name not in self.groups}
+        rest = rest if self.groups else {}
+        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)] if rest else []
+        others = [one for one in alive if not any(one is other for other in self.optimizers)]
+        held = {id(param) for one in others for param in given_to(one)}
+        return tuple(name for name, its in rest.items() if its in held)
+
+    def take(
+        self,
+        optimizer: Any,
+        held: Mapping[str, tuple[int, Any, int]],
+        parts: Mapping[str, Part],
+        keep: Callable[[str, Tensor], None],
+    ) -> None:
+        """Keeps gradients and state of what an optimizer is about to step; ``held`` as of ``places``."""
+        state = acting(optimizer).state
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            self.fresh = self.fresh and all(map(is_fresh, state.values()))
+        for group in optimizer.param_groups:  # DeepSpeed's ZeRO 1 and 2 step one after the other
+            if id(group) not in self._numbers:
+                self._numbers[id(group)] = len(self.options)
+                self.options += (plain_options(optimizer, group),)
+        for name, (place, holder, at) in held.items():
+            self.groups[name] = self._numbers[id(optimizer.param_groups[place])]
+            numel = parts[name].values.numel()
+            for key, row in earlier(state.get(holder, {}), local(holder).numel(), slice(at, at + numel)):
+                if row is None:
+                    self.odd[key] = None
+                else:
+                    keep(f"{key}/{name}", row)
+            if holder.grad is not None:
+                grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
+                keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
+
+
+CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}
+"""Functions of torch's that clip, and what takes note of each."""
+
+
+@define(eq=False)
+class Clipping:
+    """How the gradients of a model are clipped while a window is recorded."""
+
+    clip: ClipProof | None
+    """As a plan has it, or the last one that was seen; the norm that a plan allows stays."""
+    value: float | None
+    """To which each element is clipped, likewise."""
+    closed: bool = field(default=False, init=False)
+    """Whether everything was stepped."""
+    at: list[int] = field(factory=list, init=False)
+    """Micro-batches before each clipping that has shrunk something."""
+    _asked: ClipProof | None = field(init=False)
+    _power: float = field(default=2.0, init=False)
+    _norms: dict[int, float | None] = field(factory=dict, init=False)
+    """The norm by which each parameter was clipped last, which parts of one clipping have in common."""
+    _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
+    _micros: Sized = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._asked = self.clip
+
+    def places(
+        self, mine: Callable[[], dict[int, nn.Parameter] | None], micros: Sized
+    ) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        """Home and name of each function, and what is to be called in its place.
+
+        ``mine``: the parameters that are meant, by identity; None: nothing is noted now.
+        """
+        self._mine, self._micros = mine, micros
+        yield FullyShardedDataParallel, "clip_grad_norm_", self.clipped_fsdp1
+        clips = {
+            known: (vars(clip_grad)[name], getattr(self, how))
+            for name, how in CLIPS.items()
+            for known in (name, name.removeprefix("_"))  # also where it was imported by its public name
+        }
+        for home in list(sys.modules.values()):
+            there: Mapping[str, Any] = getattr(home, "__dict__", {})
+            for known in clips.keys() & there.keys():
+                plain, instead = clips[known]
+                if there[known] is plain:
+                    yield home, known, instead
+
+    def _open(self, most: float) -> bool:
+        """Whether this is the first clipping of the window that may shrink something."""
+        return self.clip is None and isfinite(most)
+
+    def seen(self, micros: int) -> ClipProof | None:
+        """The last clipping of a window with so many micro-batches."""
+        return evolve(self.clip, early=any(at < micros for at in self.at)) if self.clip else None
+
+    def clipped(self, plain: Callable[..., Any], params: Any, most: float, norm: Any, *args: Any, **kw: Any) -> Any:
+        """Of gradients whose norm is known."""
+        given = [params] if isinstance(params, Tensor) else list(params)
+        mine = self._mine()
+        if self.closed and mine is not None:
+            stale = any(id(one) in mine and one.grad is not None for one in given)
+            self.clip = ClipProof(most=float(most), late=True) if stale and self._open(most) else self.clip
+            return plain(given, most, norm, *args, **kw)
+        others = [] if mine is None else [param for param in given if id(param) not in mine]
+        if mine is not None and not given and self._open(most):
+            self.clip = ClipProof(most=float(most), empty=True)
+        if mine is not None and len(others) < len(given):  # else another model is clipped
+            joint = None if isinstance(norm, DTensor) else float(norm)
+            self._note(most, joint, beyond=bool(others))
+            self._norms |= {id(param): joint for param in given}
+            held = {key for key, one in mine.items() if one.requires_grad and one.grad is not None}
+            alike = held <= self._norms.keys() and len({self._norms[key] for key in held}) < 2
+            if self.clip is not None and not alike:
+                self.clip = evolve(self.clip, parts=True)
+        return plain(given, most, norm, *args, **kw)
+
+    def measured(self, plain: Callable[..., Any], grads: Any, norm_type: float = 2.0, *args: Any, **kw: Any) -> Any:
+        """A norm of gradients."""
+        self._power = float(norm_type)
+        return plain(grads, norm_type, *args, **kw)
+
+    def clamped(self, plain: Callable[..., Any], params: Any, clip_value: float, *args: Any, **kw: Any) -> Any:
+        """Each element by itself."""
+        if self.value is None and self._mine() is not None and not self.closed:
+            self.value = float(clip_value)
+        return plain(params, clip_value, *args, **kw)
+
+    def clipped_fsdp1(self, plain: Callable[..., Any], unit: Any, most: float, norm_type: float = 2.0) -> Any:
+        """By FSDP1's own method, which knows the norm of all shards."""
+        norm, self._power = plain(unit, most, norm_type), float(norm_type)
+        if self._mine() is not None and not self.closed:
+            self._note(most, float(norm), beyond=False)
+        return norm
+
+    def _note(self, most: float, norm: float | None, *, beyond: bool) -> None:
+        if not isfinite(most):  # as the Trainer of transformers measures a norm
+            return
+        seen = norm if norm is None or isfinite(norm) else None
+        allowed = float(most) if self._asked is None else self._asked.most
+        self.clip = ClipProof(most=allowed, seen=seen, power=self._power, beyond=beyond)
+        if seen is not None and seen > most:
+            self.at.append(len(self._micros))
+
+
+TRAINER = "transformers.Trainer"
+
+
+def engine_of(root: nn.Module | None) -> Any:
+    """DeepSpeed's engine, at the root or in it."""
+    found = (
+        one for one in (root.modules() if root is not None else ()) if "DeepSpeedEngine" in names.known_bases(type(one))
+    )
+    return next(found, None)
+
+
+def clip_of(engine: Any) -> ClipProof:
+    """Return how DeepSpeed clips, which it does by itself."""
+    norm = getattr(engine.optimizer, "_global_grad_norm", None)
+    return ClipProof(most=float(engine.gradient_clipping()), seen=float(norm) if norm and isfinite(norm) else None)
+
+
+def said_accumulation() -> int | None:
+    """Micro-batches of a step as accelerate was told; None: it was not, or is not there."""
+    state = sys.modules.get("accelerate.state")
+    shared = getattr(getattr(state, "GradientState", None), "_shared_state", {})
+    return _several(shared.get("plugin_kwargs", {}).get("num_steps"))
+
+
+def trainer_accumulation() -> int | None:
+    """The same of the Trainer of transformers whose code steps now; it divides by itself, and tells accelerate 1."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if any(f"{one.__module__.partition('.')[0]}.{one.__name__}" == TRAINER for one in type(owner).__mro__):
+            return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
+        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+    return None
+
+
+def known_accumulation(trainer: int | None, engine: Any, micros: Collection[Micro]) -> int | None:
+    """Micro-batches of a step as accelerate, a Trainer or DeepSpeed has been told; None: nobody was.
+
+    Where backwards stand in several lines, a micro-batch may have several of them: an engine's number counts none.
+    """
+    if (said := said_accumulation()) is not None:
+        return said
+    steps = trainer if engine is None else trainer or _several(engine.gradient_accumulation_steps())
+    return steps if len({one.line for one in micros}) < 2 else None
+
+
+def _several(steps: Any) -> int | None:
+    return steps if isinstance(steps, int) and steps > 1 else None

@@ -122,3 +122,20 @@ def sketch(row: Tensor) -> Tensor:
     else:
         picked = row
     return torch.cat((torch.linalg.vector_norm(row, dtype=torch.float64).view(1), picked.double())).cpu()
+
+
+def on_calls(root: nn.Module, enters: Callable[..., None], leaves: Callable[..., None], stack: ExitStack) -> None:
+    """Lets both hear of calls of a model until the stack ends."""
+    if (compiled := root._compiled_call_impl) is not None:  # hooks would be compiled with the model
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            enters(root, args, kwargs)
+            output = compiled(*args, **kwargs)
+            leaves(root, args, output)
+            return output
+
+        root._compiled_call_impl = call
+        stack.callback(setattr, root, "_compiled_call_impl", compiled)
+        return
+    stack.callback(root.register_forward_pre_hook(enters, prepend=True, with_kwargs=True).remove)
+    stack.callback(root.register_forward_hook(leaves).remove)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 class NotPlain(ValueError):
@@ -24,6 +26,8 @@ def written(value: Any, keep: Callable[[Tensor], str]) -> Any:
         case Mapping():
             if all(isinstance(key, str) for key in value):
                 return {"dict": {key: written(one, keep) for key, one in value.items()}}
+        case tuple() if hasattr(value, "_fields"):
+            return {"fields": list(value._fields), "named": [written(one, keep) for one in value]}
         case tuple() | list():
             return {type(value).__name__ if type(value) is list else "tuple": [written(one, keep) for one in value]}
     raise NotPlain(f"the forward was given an object of class {type(value).__name__}")
@@ -38,7 +42,7 @@ def readable(text: str, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether ``read`` takes it for arguments and keywords."""
     try:
         found = read(text, tensors)
-    except (ValueError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return False
     return isinstance(found, list) and len(found) == 2 and isinstance(found[1], dict)
 
@@ -51,6 +55,9 @@ def _read(data: Any, tensors: Mapping[str, Tensor]) -> Any:
             return value
         case {"dict": dict(items), **rest} if not rest:
             return {key: _read(one, tensors) for key, one in items.items()}
+        case {"fields": list(fields), "named": list(items), **rest} if not rest and len(fields) == len(items):
+            named = PackedSequence if tuple(fields) == PackedSequence._fields else namedtuple("Named", fields)
+            return named(*(_read(one, tensors) for one in items))
         case {"list": list(items), **rest} if not rest:
             return [_read(one, tensors) for one in items]
         case {"tuple": list(items), **rest} if not rest:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from attrs import evolve
 
 from prepkit.facts.proof import GradientProof, LossShare, ProofFacts, StepProof
+from prepkit.findings import Finding, Severity
 from prepkit.proving.proof import found_in
+from prepkit.proving.script import untold
 
 APART = ProofFacts(
     world=2,
@@ -65,7 +67,7 @@ def test_parts_that_ranks_have_scaled_by_numbers_of_their_own_are_told_with_the_
     (scaled,) = found_in(evolve(APART, gradients=(evolve(whole, parts=parts),))).findings
     assert scaled.rule == "prove.clipped-scaled"
     assert "0.5 x on rank 0, 0.8 x on rank 1" in scaled.what
-    assert "clip_grad_norm_ over the model's own parameters" in scaled.fix
+    assert "model.clip_grad_norm_ of FSDP1" in scaled.fix
     (other,) = found_in(
         evolve(APART, gradients=(evolve(whole, parts=(parts[0], evolve(parts[1], squares=(9.0,)))),))
     ).findings
@@ -88,3 +90,23 @@ def test_a_loss_that_one_rank_makes_otherwise_is_noted_where_it_always_does() ->
         assert all("it alone has SumBackward1; the other nothing" in one.what for one in findings)
     both = (evolve(APART.shares[0], operators=plain), evolve(APART.shares[0], micro=1, operators=smooth))
     assert not found_in(evolve(APART, world=1, shares=both, gradients=())).findings
+
+
+def test_a_sum_of_shares_that_only_some_ranks_have_is_told_once_with_every_group() -> None:
+    """Of four ranks: each two have averaged."""
+    shares = tuple(LossShare(rank=rank, micro=0) for rank in range(4))
+    gram = tuple(tuple(float(one == other) for one in range(4)) for other in range(4))
+    dots = tuple(tuple(0.5 * (rank // 2 == one // 2) for one in range(4)) for rank in range(4))
+    gradient = GradientProof(name="weight", numel=9, gram=gram, dots=dots, squares=(0.5,) * 4, holders=(0, 1, 2, 3))
+    (found,) = found_in(ProofFacts(world=4, shares=shares, gradients=(gradient,))).findings
+    assert found.rule == "prove.part-of-ranks"
+    assert "averaged over ranks 0-1 and over ranks 2-3 alone, 2 of 4" in found.what
+
+
+def test_what_an_audit_says_of_averaging_is_told_once_by_the_proof_that_has_measured_it() -> None:
+    said = [
+        Finding(rule=rule, severity=Severity.ERROR, where="model", what="", fix="")
+        for rule in ("run.not-averaged", "run.nan")
+    ]
+    assert [one.rule for one in untold(said, found_in(APART).findings)] == ["run.nan"]
+    assert list(untold(said, ())) == said

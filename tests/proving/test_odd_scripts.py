@@ -18,11 +18,11 @@ from prepkit.auditing.script import audit_script
 from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
-from prepkit.proving.hooks import known_accumulation
 from prepkit.proving.proof import Proof, prove_records
 from prepkit.proving.record_file import KEY, Micro, path_of, write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.script import prove_script
+from prepkit.proving.steppers import known_accumulation
 from tests.proving.small import Small
 
 BEGIN = """
@@ -152,6 +152,30 @@ for _ in range(3):
         optimizer.step()
         optimizer.zero_grad()
 """,
+    "a spectral norm that is looked at": """
+nn.utils.parametrizations.spectral_norm(model[0])
+for _ in range(3):
+    optimizer.zero_grad()
+    norm = model[0].weight.norm()
+    model(x).square().mean().backward()
+    optimizer.step()
+""",
+    "gradients that are asked for": """
+for _ in range(3):
+    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    optimizer.zero_grad()
+    for one, grad in zip(model.parameters(), grads):
+        one.grad = grad
+    optimizer.step()
+""",
+    "an attack that asks for gradients of inputs by backward": """
+for _ in range(3):
+    near = x.clone().requires_grad_()
+    model(near).square().mean().backward(inputs=[near])
+    optimizer.zero_grad()
+    model(x + 0.1 * near.grad.sign()).square().mean().backward()
+    optimizer.step()
+""",
     "options that hold None": """
 optimizer = torch.optim.Adafactor(model.parameters())
 model(x).square().mean().backward()
@@ -219,7 +243,9 @@ def test_steps_over_weights_that_no_module_holds_are_no_script_without_a_step(tm
         tmp_path,
         f"{steps}    (x @ weights).sum().backward()\n    optimizer.step()\n    open({str(count)!r}, 'a').write('.')\n",
     )
-    assert "prove.unproven: optimizers have stepped, and nothing that the loop has called holds" in told(proof)[0]
+    assert (
+        "prove.unproven: optimizers have stepped, and no backward went over outputs of a module that" in told(proof)[0]
+    )
     assert len(count.read_text()) < 20
 
 
@@ -356,6 +382,25 @@ class Takes(nn.Module):
 Takes()(x, Given()).square().mean().backward()
 optimizer.step()
 """
+LENT = """
+weights = dict(model.named_parameters())
+def loss(weights):
+    return torch.func.functional_call(model, weights, (x,)).square().mean()
+"""
+BY_TRANSFORM = f"""{LENT}
+for at in range(30):
+    grads = torch.func.grad(loss)({{name: one.detach() for name, one in weights.items()}})
+    for name, grad in grads.items():
+        weights[name].grad = grad
+    optimizer.step()
+"""
+BY_OTHERS = f"""{LENT}
+for at in range(3):
+    optimizer.zero_grad()
+    grads = torch.autograd.grad(loss(weights), list(weights.values()), create_graph=True)
+    loss({{name: one - 0.1 * grad for (name, one), grad in zip(weights.items(), grads)}}).backward()
+    optimizer.step()
+"""
 BACKWARD = "model(x).square().mean().backward()\n"
 TOLD: dict[str, tuple[str, str]] = {
     "steps another model": (
@@ -372,6 +417,12 @@ TOLD: dict[str, tuple[str, str]] = {
         "(model(x).square().mean() + nn.Sequential(model[0], nn.ReLU())(x).mean()).backward()\noptimizer.step()\n",
         "",
     ),
+    "makes gradients by a transform": (BY_TRANSFORM, "prove.unproven: torch.func (grad, vjp, vmap) has made the"),
+    "computes weights from others": (BY_OTHERS, "prove.unproven: a module was called with weights that were computed"),
+    "goes backward for some weights": (
+        "model(x).square().mean().backward(inputs=list(model[0].parameters()))\noptimizer.step()\n",
+        "prove.unproven: backward was given inputs=",
+    ),
     "clears nothing": (f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n", "prove.left-over"),
     "steps twice": (f"{BACKWARD}optimizer.step()\noptimizer.step()\n", "prove.stepped-twice"),
 }
@@ -386,6 +437,46 @@ def test_what_is_not_as_it_should_be_or_cannot_be_proven_is_told(tmp_path: Path,
     else:
         assert told(proof) == []
         assert "gradients were not compared" in str(proof)
+
+
+LIMITS: dict[str, tuple[str, str]] = {
+    "a teacher that lies where the model lies": (
+        """
+teacher = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+teacher.load_state_dict(model.state_dict(), assign=True)
+with torch.no_grad():
+    wanted = teacher(x)
+(model(x) - wanted + 1).square().mean().backward()
+""",
+        "weights of `Sequential` lie where the model's lie (`0.weight`, `0.bias`, `2.weight`)",
+    ),
+    "losses that are added up": (
+        "sum(model(torch.randn(5, 6)).square().mean() for _ in range(4)).backward()\n",
+        "A loss is the sum of 4 losses, each of other samples by the same function",
+    ),
+    "losses in lines of their own": (
+        3 * "model(torch.randn(5, 6)).square().mean().backward()\n",
+        "3 backwards of losses that are made otherwise were added up",
+    ),
+    "the same samples twice": (
+        "for _ in range(2):\n    (model(x).square().mean() / 2).backward()\n",
+        "micro-batches 0 and 1 of rank 0 were of the same samples",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_may_be_meant_and_may_be_wrong_is_noted(tmp_path: Path, name: str) -> None:
+    text, says = LIMITS[name]
+    proof = proved(tmp_path, f"{text}{STEPS}")
+    assert told(proof) == []
+    assert proof is not None
+    assert [says in one.what for one in proof.findings] == [True], str(proof)
+    other = {"randn(5, 6)).square().mean() for": "randn(5, 6)).square().mean() / 4 for", ", assign=True": ""}
+    for word, instead in (*other.items(), ("(x).square().mean() / 2", "(torch.randn(5, 6)).square().mean() / 2")):
+        text = text.replace(word, instead)
+    if name != "losses in lines of their own":
+        assert not (again := proved(tmp_path, f"{text}{STEPS}")).findings, str(again)
 
 
 def test_a_script_that_never_steps_over_a_gradient_says_so(tmp_path: Path) -> None:

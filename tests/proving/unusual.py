@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as through
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tests.proving.window import DDP, WIDTH, Net, Window, adam, loop, loss_of, micros, net
@@ -766,7 +767,349 @@ def lent_and_not_averaged(rank: int, world: int) -> Window:
     return lent(lambda _: None)
 
 
+# --- who goes backward, and how often ---------------------------------------------------------------------------------
+
+
+def spectral_layers_that_are_looked_at(rank: int, world: int) -> Window:
+    """A look at a weight calls a module that holds it, before the model is called."""
+    layers = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+    inner = seeded(lambda: nn.Sequential(spectral_norm(layers[0]), nn.Tanh(), weight_norm(layers[1])))
+    for param in inner.parameters():
+        dist.broadcast(param.data, 0)
+    model = DDP(inner)
+    window = trained(model)
+
+    def train() -> None:
+        assert layers[0].weight.norm() > 0
+        window.train()
+
+    return Window(None, train)
+
+
+def asked(number: int, then: Callable[[Tensor], object], model: nn.Module | None = None) -> Window:
+    """Gradients by ``torch.autograd.grad``, which are added up, and put into their places when all is done."""
+    model = net() if model is None else model
+    params = list(model.parameters())
+    optimizer = adam(model)
+
+    def train() -> None:
+        sums = [torch.zeros_like(param) for param in params]
+        for batch in micros(number):
+            torch._foreach_add_(sums, torch.autograd.grad(loss_of(model, batch) / number, params))
+        optimizer.zero_grad()
+        for param, total in zip(params, sums, strict=True):
+            then(total)
+            param.grad = total
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def _mean(grad: Tensor) -> None:
+    dist.all_reduce(grad)
+    grad /= dist.get_world_size()
+
+
+def gradients_that_are_asked_for(rank: int, world: int) -> Window:
+    return asked(3, _mean)
+
+
+def asked_for_and_summed(rank: int, world: int) -> Window:
+    return asked(1, dist.all_reduce)
+
+
+def asked_for_and_each_cut_by_itself(rank: int, world: int) -> Window:
+    """A rule of the program's own, of which nobody can say that it is wrong."""
+    return asked(2, lambda grad: (_mean(grad), grad.clamp_(-1e-3, 1e-3)))
+
+
+class Tasks(nn.Module):
+    """A body, and one head that is chosen by its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(number))
+        self.body = net()
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.heads[task](torch.tanh(self.body(x)))
+
+
+def several_tasks(losses: Sequence[Loss], number: int, by: float = 1.0) -> Window:
+    """Each of them goes backward by itself, over ``number`` micro-batches; ``by``: what each loss is divided by."""
+    model = seeded(lambda: Tasks(len(losses)))
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(number):
+            for task, loss in enumerate(losses):
+                (loss(model, (model(x, task), y)) / by).backward()
+        averaged(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def _of_classes(_: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(*batch)
+
+
+def _of_squares(_: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.mse_loss(batch[0], torch.ones_like(batch[0]))
+
+
+def three_tasks_of_one_loss(rank: int, world: int) -> Window:
+    return several_tasks((_of_classes,) * 3, 1)
+
+
+def two_tasks_of_three_micro_batches(rank: int, world: int) -> Window:
+    return several_tasks((_of_classes, _of_squares), 3, by=3)
+
+
+def two_tasks_of_three_micro_batches_never_divided(rank: int, world: int) -> Window:
+    return several_tasks((_of_classes, _of_squares), 3)
+
+
+def heads_beside_the_body(rank: int, world: int) -> Window:
+    """Each is a module of its own, and has samples of its own."""
+    body = net()
+    heads = seeded(lambda: nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    every = nn.ModuleList([body, heads])
+    optimizer = adam(every)
+
+    def train() -> None:
+        for head, (x, y) in zip(heads, micros(3), strict=True):
+            functional.cross_entropy(head(body(x)), y).backward()
+        averaged(every)
+        optimizer.step()
+
+    return Window(None, train)
+
+
+def distilled_at_a_temperature(rank: int, world: int) -> Window:
+    """The square of which is as large as the number of micro-batches."""
+    return trained(DDP(net()), 4, lambda model, batch: 4 * functional.cross_entropy(model(batch[0]) / 2, batch[1]))
+
+
+def one_number_for_each_sample(rank: int, world: int) -> Window:
+    """Backward is told by what to multiply each of them."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(3):
+            each = functional.cross_entropy(model(x), y, reduction="none")
+            each.backward(torch.full_like(each, 1 / (3 * len(y))))
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def called_before_it_was_wrapped(rank: int, world: int) -> Window:
+    inner = net()
+
+    def train() -> None:
+        inner(torch.zeros(2, WIDTH))
+        model = DDP(inner)
+        loop(model, adam(model))
+
+    return Window(None, train)
+
+
+class OfPacked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(WIDTH, 8), nn.Linear(8, 4)
+
+    def forward(self, rows: Any) -> Tensor:
+        return self.head(self.cells(rows)[1][0][0])
+
+
+def packed_sequences(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return functional.cross_entropy(model(nn.utils.rnn.pack_sequence([x[:3], x[3:5], x[5:]])), y[:3])
+
+    return trained(DDP(seeded(OfPacked)), loss=loss)
+
+
+class Follows(nn.Module):
+    """An encoder follows the other in each forward, and a buffer is replaced by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+        self.slow = copy.deepcopy(self.inner).requires_grad_(requires_grad=False)
+        self.queue: Tensor
+        self.register_buffer("queue", torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.inner.parameters(), strict=True):
+                slow.lerp_(fast, 0.5)
+            keys = self.slow(x)
+        found = self.inner(x) + keys + self.queue.mean()
+        self.queue = torch.cat((self.queue[6:], keys))
+        return found
+
+
+def encoder_that_follows_in_the_forward(rank: int, world: int) -> Window:
+    return trained(DDP(Follows()))
+
+
+def two_parts_that_train_in_turn(rank: int, world: int) -> Window:
+    """The part that rests gathers gradients, which are cleared before its own backward."""
+    model = net()
+    head = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    rest = torch.optim.SGD([one for name, one in model.named_parameters() if "head" not in name], lr=0.1)
+
+    def train() -> None:
+        for optimizer in (head, rest):
+            optimizer.zero_grad()
+            loss_of(model, next(micros(1))).backward()
+            averaged(model)
+            optimizer.step()
+
+    return Window(model, train, lingers=True)
+
+
+def sharpness_by_hand(rank: int, world: int) -> Window:
+    """Weights are moved uphill, their gradients there are cleared and made again, and the weights are put back."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        batch = next(micros(1))
+        loss_of(model, batch).backward()
+        params = list(model.parameters())
+        uphill = [0.05 * param.grad / (param.grad.norm() + 1e-9) for param in params if param.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(params, uphill)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(params, uphill)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def _backward_again(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def one_loss_twice(rank: int, world: int) -> Window:
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            _backward_again(loss_of(model, batch) / 2)
+        averaged(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def a_running_sum_goes_backward(rank: int, world: int) -> Window:
+    """As where the sum that is to be logged is the one that goes backward."""
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        total = torch.zeros(())
+        for batch in micros(3):
+            total = total + loss_of(model, batch) / 3
+            total.backward(retain_graph=True)
+        averaged(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def clipped_behind_the_step(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        loop(model, optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.zero_grad()
+
+    return Window(model, train, lingers=True)
+
+
+def stepped_by_another_optimizer_too(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer, other = adam(model), torch.optim.SGD(model.module.head.parameters(), lr=0.1)
+
+    def train() -> None:
+        loop(model, optimizer)
+        other.step()
+
+    return Window(model, train, lingers=True)
+
+
+def only_the_head_is_cleared(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for _ in range(2):
+            loop(model, optimizer)
+            model.module.head.zero_grad()
+
+    return Window(model, train, lingers=True)
+
+
+def dropout_of_its_own_on_rank_1(rank: int, world: int) -> Window:
+    return trained(DDP(net(0.5 if rank else 0.1)))
+
+
+def losses_of_rank_1_count_nothing(rank: int, world: int) -> Window:
+    return trained(DDP(net()), loss=lambda model, batch: loss_of(model, batch) * (1.0 - rank))
+
+
+def _fsdp1(original: bool) -> Window:
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=original)
+    return trained(model, then=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+
+
+def fsdp1_clipped_by_torch(rank: int, world: int) -> Window:
+    """Over what the rank holds: some parameters lie on one rank alone."""
+    return _fsdp1(original=False)
+
+
+def fsdp1_of_original_parameters_clipped_by_torch(rank: int, world: int) -> Window:
+    return _fsdp1(original=True)
+
+
+def each_part_clipped_by_itself(rank: int, world: int) -> Window:
+    model = net()
+    fully_shard(model)
+
+    def clips(model: nn.Module) -> None:
+        for param in model.parameters():
+            part = param.grad.to_local()  # type: ignore[union-attr]
+            part.mul_(min(1.0, 0.01 / (float(part.norm()) + 1e-6)))
+
+    return trained(model, then=clips)
+
+
 RIGHT_UNUSUAL = (
+    spectral_layers_that_are_looked_at,
+    gradients_that_are_asked_for,
+    three_tasks_of_one_loss,
+    two_tasks_of_three_micro_batches,
+    heads_beside_the_body,
+    distilled_at_a_temperature,
+    one_number_for_each_sample,
+    called_before_it_was_wrapped,
+    packed_sequences,
+    encoder_that_follows_in_the_forward,
+    two_parts_that_train_in_turn,
+    sharpness_by_hand,
     two_losses_of_one_forward,
     weights_averaged_behind_the_step,
     past_the_wrapper_before_the_last_micro_batch,
@@ -797,6 +1140,19 @@ RIGHT_UNUSUAL = (
     a_loss_that_a_layer_keeps,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
+    (asked_for_and_summed, "prove.summed", "2.000 x"),
+    (asked_for_and_each_cut_by_itself, "prove.unproven", "no sum of the gradients that the program has asked"),
+    (two_tasks_of_three_micro_batches_never_divided, "prove.accumulation", "3.000 x"),
+    (one_loss_twice, "prove.micro-batch", "for the second time: its gradients count twice"),
+    (a_running_sum_goes_backward, "prove.micro-batch", "for the second time"),
+    (clipped_behind_the_step, "prove.not-clipped", "clipped to 0.01 behind the step"),
+    (stepped_by_another_optimizer_too, "prove.stepped-twice"),
+    (only_the_head_is_cleared, "prove.left-over", "still had the gradient of this step"),
+    (dropout_of_its_own_on_rank_1, "prove.options", "on rank 1"),
+    (losses_of_rank_1_count_nothing, "prove.unlike-losses", "The losses of rank 1 are multiplied by 0"),
+    (fsdp1_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank by a number of its own"),
+    (fsdp1_of_original_parameters_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank"),
+    (each_part_clipped_by_itself, "prove.clipped-scaled", "All gradients are scaled by each rank"),
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
     (clipped_in_parts_and_one_tripled, "prove.ratio", "The gradients of `head` are 3.000 x"),
     (no_sync_on_the_last_micro_batch, "prove.not-averaged", "averaged before the last micro-batch"),

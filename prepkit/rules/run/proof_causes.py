@@ -6,6 +6,7 @@ The first cause whose sum lies as near to what was recorded as rounding allows i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
@@ -28,8 +29,11 @@ NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
 LEAST = 2
 """Elements from which on a difference along the weight is no chance."""
-OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
+OF_ITS_PART = "scaled by each rank by a number of its own, as where it clips by the norm of its own part"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
+
+BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
+"""Rules about what a program that puts gradients together itself may mean."""
 
 Vector = tuple[float, ...]
 
@@ -47,6 +51,8 @@ class Cause:
     """Of the angle to what it should be."""
     off: float = 0.0
     """How far from that it is, over its norm."""
+    group: tuple[int, ...] = ()
+    """The ranks over which it was averaged, where they are not all."""
 
 
 # --- what the shares should add up to ---------------------------------------------------------------------------------
@@ -70,9 +76,17 @@ def _micros(facts: ProofFacts) -> int:
     return max(counts(facts).values(), default=1)
 
 
+def kinds(facts: ProofFacts) -> int:
+    """Return how many kinds of losses each rank has equally many of, as of several tasks: those of one are averaged."""
+    each = {rank: Counter(one.kind for one in facts.shares if one.rank == rank) for rank in counts(facts)}
+    numbers = {number for found in each.values() for number in found.values()}
+    several = {len(found) for found in each.values()}
+    return several.pop() if len(numbers) == len(several) == 1 and facts.divides is None else 1
+
+
 def _divided(facts: ProofFacts) -> int:
     """By how many micro-batches each loss is to be divided."""
-    return facts.divides or _micros(facts)
+    return facts.divides or _micros(facts) // kinds(facts)
 
 
 def _common_weight(facts: ProofFacts) -> float | None:
@@ -91,9 +105,9 @@ def _own(facts: ProofFacts) -> Iterator[float]:
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
     weight, micros, world = _common_weight(facts), _divided(facts), facts.world
-    if weight is None or facts.wasted or any(near(weight, own) for own in _own(facts)):
+    if weight is None or facts.wasted or any(near(weight, by * own) for own in _own(facts) for by in {1, kinds(facts)}):
         return None  # where some were cleared, that explains the number
-    known = facts.accumulation is not None
+    known, weight = facts.accumulation is not None, weight / kinds(facts)
     if micros > 1 and near(weight, micros):
         why = f"the loss is not divided by the {micros} micro-batches of a step"
         return Cause("prove.accumulation", why, weight) if known or micros > 2 else None
@@ -116,7 +130,7 @@ def _weighed(facts: ProofFacts) -> Cause | None:
 def _clipping(facts: ProofFacts, aim: Vector) -> float:
     """By how much a clipping shrinks the gradients."""
     clip = facts.clip
-    if clip is None or clip.empty or clip.parts:
+    if clip is None or clip.empty or clip.late or clip.parts:
         return 1.0
     weighed = _weighed(facts)
     length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)
@@ -215,8 +229,8 @@ class _Aim:
             if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
                 length * relative, allowed
             ):
-                return Cause(cause.rule, cause.why, 1.0 if near(ratio, 1.0) else ratio, cause.rank)
-        if one.parts and copy == 0 and (scaled := self.scaled_apart(one)):
+                return evolve(cause, ratio=1.0 if near(ratio, 1.0) else ratio)
+        if one.parts and copy == 0 and (scaled := self.scaled_apart((one,), turned=True)):
             return scaled
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
@@ -234,22 +248,34 @@ class _Aim:
         told = (one for one in seen if sqrt(_square(one.gram, self.sums)) > 3 * self.allowed(one))
         return all(near(_fitted(one, 0, self.sums) * whole, 1.0) for one in told)
 
-    def scaled_apart(self, one: GradientProof) -> Cause | None:
-        """The cause where each rank has scaled the part that it holds by a number of its own; None: that is not so."""
+    def scaled_apart(self, gradients: Sequence[GradientProof], *, turned: bool) -> Cause | None:
+        """The cause where each rank has scaled what it holds of these by a number of its own; None: that is not so.
+
+        ``turned``: whether some is no multiple of what it should be, so that the numbers differ, be it by little.
+        """
         plain = tuple(a / self.clipping for a in self.sums)
-        ratios = {}
-        for part in one.parts:
-            ratio, size = _fitted(part, 0, plain), sqrt(_square(part.gram, plain))
-            off = _distance(part, 0, tuple(ratio * a for a in plain))
-            if size <= 3 * self.allowed(part):
-                continue
-            if off > ratio * self.allowed(part) / self.clipping:
-                return None
-            ratios[part.holders[0]] = ratio
-        if len(ratios) < 2:
+        ratios, split = dict[int, float](), False
+        for one in gradients:
+            seen = set()
+            for part in one.parts or (one,):
+                size = sqrt(_square(part.gram, plain))
+                if len(part.dots) != 1 or size <= 3 * self.allowed(part):
+                    continue
+                ratio = _fitted(part, 0, plain)
+                off = _distance(part, 0, tuple(ratio * a for a in plain))
+                if off > ratio * self.allowed(part) / self.clipping:
+                    return None
+                if not near(ratio, ratios.setdefault(part.holders[0], ratio)):
+                    return None
+                seen.add(part.holders[0])
+            split = split or len(seen) > 1
+        each = self.facts.shrunk
+        clipped = all(rank < len(each) and near(ratio, each[rank]) for rank, ratio in ratios.items())
+        alike = not turned and near(min(ratios.values(), default=1.0), max(ratios.values(), default=1.0))
+        if len(ratios) < 2 or alike or not (split or clipped):
             return None
-        each = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in list(ratios.items())[:4])
-        return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {each}")
+        said = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in sorted(ratios.items())[:4])
+        return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {said}")
 
     def decayed(self, one: GradientProof, copy: int, allowed: float) -> float | None:
         """By what the weight itself was added to its gradient, if that is all that is wrong with it."""
@@ -298,8 +324,7 @@ def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause
     for rank in range(world) if world > 1 else ():
         yield Cause("prove.not-averaged", "", rank=rank), _only(facts, sums, {rank})
     for group in _groups(world, holder):
-        why = f"averaged over {'ranks'} {spans(group)} alone, {len(group)} of {world}"
-        yield Cause("prove.part-of-ranks", why), _only(facts, sums, set(group))
+        yield Cause("prove.part-of-ranks", "", group=group), _only(facts, sums, set(group))
     if micros > 1:
         last = micros - 1
         for by, rule, why in (
@@ -363,9 +388,8 @@ def _of_micros(facts: ProofFacts, sums: Vector, kept: set[int]) -> Vector:
 
 def aim_of(facts: ProofFacts) -> _Aim:
     """Return what every gradient of these facts should be."""
-    average = mean(facts)
-    if _weighed(facts) is None:  # what is no number of this run is the loss's own
-        average = tuple(a * share.weight for a, share in zip(average, facts.shares, strict=True))
+    average, own = mean(facts), _weighed(facts) is None  # what is no number of this run is the loss's own
+    average = tuple(a * (share.weight if own else kinds(facts)) for a, share in zip(average, facts.shares, strict=True))
     clipping = _clipping(facts, average)
     sums = tuple(clipping * a for a in average)
     numel = sum(one.numel for one in facts.gradients)
@@ -396,8 +420,11 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         if not one.dots and there:
             each = [Cause("prove.no-gradient", "")]
         each = [_where(cause, one.holders[copy], each) for copy, cause in enumerate(each)] if one.dots else each
-        for cause in dict.fromkeys(_merged(one, each)):
-            found.setdefault((cause.rule, cause.why), []).append((cause, one.name))
+        for cause in dict.fromkeys(_merged(one, each, facts.world)):
+            found.setdefault((cause.rule, cause.why.partition(":")[0]), []).append((cause, one.name))
+    turned = any(rule in ("prove.direction", "prove.clipped-scaled") for rule, _ in found)
+    if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
+        return ((scaled, tuple(one.name for one in facts.gradients)),)
     return tuple(
         (_of_some(_typical([cause for cause, _ in every]), right), tuple(dict.fromkeys(name for _, name in every)))
         for every in found.values()
@@ -408,8 +435,11 @@ def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
 def by_hand(facts: ProofFacts) -> bool:
     """Return whether micro-batches were cleared, and no gradient is a sum of those after them.
 
-    A program that clips or projects each micro-batch's gradients puts them together itself, and clears between.
+    A program that clips or projects each micro-batch's gradients puts them together itself, and clears between, or asks
+    for them by ``torch.autograd.grad``.
     """
+    if facts.asked and any(cause.rule in BY_HAND for cause, _ in causes(facts)):
+        return True
     told = [names for cause, names in causes(facts) if cause.rule == "prove.direction"]
     return facts.cleared > 0 and [len(names) for names in told] == [len(facts.gradients)]
 
@@ -435,9 +465,12 @@ def _of_some(cause: Cause, right: bool) -> Cause:
     return cause
 
 
-def _merged(one: GradientProof, each: list[Cause | None]) -> list[Cause]:
+def _merged(one: GradientProof, each: list[Cause | None], world: int) -> list[Cause]:
     """The causes of all replicas of one parameter, those of one rank's alone in one word."""
-    there = [cause for cause in each if cause is not None]
+    there = [cause for cause in each if cause is not None and not cause.group]
+    if parts := list(dict.fromkeys(cause for cause in each if cause is not None and cause.group)):
+        over = " and over ranks ".join(dict.fromkeys(spans(cause.group) for cause in parts))
+        there.append(evolve(parts[0], why=f"averaged over ranks {over} alone, {len(parts[0].group)} of {world}"))
     alone = [
         (cause, holder) for cause, holder in zip(each, one.holders, strict=False) if cause and cause.rank is not None
     ]

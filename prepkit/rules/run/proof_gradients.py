@@ -7,17 +7,29 @@ from collections.abc import Iterator
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit
-from prepkit.rules.run.proof_causes import BY_EACH_RANK, OF_ITS_PART, Cause, aim_of, by_hand, causes, counts, near, norm
+from prepkit.rules.run.proof_causes import (
+    BY_EACH_RANK,
+    BY_HAND,
+    OF_ITS_PART,
+    Cause,
+    aim_of,
+    by_hand,
+    causes,
+    counts,
+    near,
+    norm,
+)
 
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
+_ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
 def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
     """Each cause of this rule, and the gradients that it explains."""
     for cause, names in causes(facts):
-        if cause.rule == rule and not (rule == "prove.direction" and by_hand(facts)):
+        if cause.rule == rule and not (rule in BY_HAND and by_hand(facts)):
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
             ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
@@ -42,7 +54,8 @@ def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
         return "Clip once the gradients are averaged, by one norm of all of them."
     if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART):
         return (
-            "Clip by the norm of all parts: clip_grad_norm_ over the model's own parameters, or ClipNorm in the config."
+            "Clip by the norm of all parts: model.clip_grad_norm_ of FSDP1, of FSDP2 torch's clip_grad_norm_ over the "
+            "model's own parameters, or ClipNorm in the config."
         )
     if rule == "prove.micro-batch" and cause.why.startswith("without the last") and facts.world > 1:
         return (
@@ -80,6 +93,9 @@ def past_wrapper(facts: ProofFacts) -> Iterator[Hit]:
 def micro_batch(facts: ProofFacts) -> Iterator[Hit]:
     """Micro-batches that do not count."""
     yield from gradients("prove.micro-batch", facts)
+    if facts.doubled:
+        said = f"A loss, or one of those that a loss is the sum of, went {', '.join(facts.doubled)} for the second time"
+        yield Hit("loop", f"{said}: its gradients count twice.", _ONCE)
     if facts.wasted and not by_hand(facts):
         number = facts.wasted + max(counts(facts).values())
         line = f" ({', '.join(facts.lines)})" if facts.lines else ""
@@ -142,6 +158,9 @@ def not_clipped(facts: ProofFacts) -> Iterator[Hit]:
             "Give model.parameters(), or a list: a generator is empty once an optimizer, or another call, has read it."
         )
         yield Hit("gradients", f"{said}: nothing is clipped.", how)
+    if facts.clip is not None and facts.clip.late:
+        said = f"Gradients are clipped to {facts.clip.most:g} behind the step, which has taken them as they were"
+        yield Hit("gradients", f"{said}: nothing is clipped.", "Clip behind the last backward, and before the step.")
     if facts.over:
         said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
         yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")

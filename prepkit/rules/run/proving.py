@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
+from operator import itemgetter
 
 from prepkit.facts.proof import LossShare, ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
-from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, mean, norm
+from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, kinds, mean, near, norm
 from prepkit.rules.run.proof_gradients import clipped, gradients, micro_batch, no_gradient, not_clipped, past_wrapper
 
 _REPEATS = (
@@ -21,6 +22,8 @@ _PATCHED = (
     "Write a forward that was put in another's place so that it uses its own module, as types.MethodType(function, "
     "module) does: a function over the module as it was computes with that also in a copy."
 )
+_ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
+_EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
 IN_16_BIT = ("bfloat16", "float16")
 
 # --- before and after -------------------------------------------------------------------------------------------------
@@ -72,10 +75,14 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
 def _unlike_losses(facts: ProofFacts) -> Iterator[Hit]:
     if (by := _weights_by_rank(facts)) is not None:
         most, least = max(by, key=by.__getitem__), min(by, key=by.__getitem__)
-        ratio = f"{by[most] / by[least]:.2f} x" if by[least] else "all of"
-        what = f"Every loss of rank {most} weighs {ratio} one of rank {least}, and is made over as many elements"
         line = f" ({', '.join(facts.lines)})" if facts.lines else ""
-        yield Hit("loss", f"{what}{line}.")
+        if by[least]:
+            what = f"Every loss of rank {most} weighs {by[most] / by[least]:.2f} x one of rank {least}"
+            yield Hit("loss", f"{what}, and is made over as many elements{line}.")
+        else:
+            none = tuple(rank for rank, weight in by.items() if not weight)
+            what = f"The losses of rank {spans(none)} are multiplied by 0, and are made over as many elements as others"
+            yield Hit("loss", f"{what}: their samples train nothing, and count in the mean over ranks{line}.", _EMPTY)
 
 
 def _weights_by_rank(facts: ProofFacts) -> dict[int, float] | None:
@@ -92,12 +99,16 @@ def _weights_by_rank(facts: ProofFacts) -> dict[int, float] | None:
 
 
 def _tokens(facts: ProofFacts) -> Iterator[Hit]:
-    each = [abs(share.each) for share in facts.shares if share.each is not None]
-    if len(each) < len(facts.shares) or not each or max(each) <= 1.01 * min(each) or _weights_by_rank(facts):
+    by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
+    for share in facts.shares:
+        by.setdefault(share.kind if kinds(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
+    found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
+    apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
+    if any(share.each is None for share in facts.shares) or not apart or _weights_by_rank(facts):
         return
-    most, least = each.index(max(each)), each.index(min(each))
-    places = [f"micro-batch {one.micro} of rank {one.rank}" for one in (facts.shares[most], facts.shares[least])]
-    ratio = max(each) / min(each) if min(each) > 0 else float("inf")
+    most, least = apart[0]
+    places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]
+    ratio = most[0] / least[0] if least[0] > 0 else float("inf")
     alike = len({share.count for share in facts.shares}) == 1
     fix = "Give every loss of a step the same factor; override, where one is meant to weigh more." if alike else ""
     yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.", fix)
@@ -204,7 +215,7 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     elif facts.later:
         said = f"Behind the step something has changed {count(len(facts.later), 'weight')}"
         yield Hit("proof", f"{said}: {some(facts.later)}. What they have become was not compared.")
-    for limit in facts.limits:
+    for limit in (*facts.limits, *_added_up(facts)):
         yield Hit("proof", f"{limit}.")
     if facts.cleared and not (facts.wasted or by_hand(facts)):
         were = f"Gradients of {count(facts.cleared, 'micro-batch')} of a rank were cleared before any step"
@@ -225,6 +236,18 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
         )
 
 
+def _added_up(facts: ProofFacts) -> Iterator[str]:
+    """Yield sums of losses that nobody has divided, where they may be micro-batches as well as tasks."""
+    number = max(counts(facts).values(), default=1)
+    if kinds(facts) > 2 and facts.accumulation is None and all(near(one.weight, number) for one in facts.shares):
+        said = f"{number} backwards of losses that are made otherwise were added up"
+        yield f"{said}: taken for those of several tasks, which are meant to be a sum; micro-batches are averaged"
+    most = max(facts.shares, key=lambda one: one.added, default=None)
+    if most is not None and most.added > 2 and near(most.weight, kinds(facts)):
+        said = f"A loss is the sum of {most.added} losses, each of other samples by the same function"
+        yield f"{said}: taken as meant; micro-batches are averaged, sum(losses) / {most.added}"
+
+
 def _made_otherwise(facts: ProofFacts) -> tuple[LossShare, LossShare] | None:
     """Losses of two ranks, each of which always has operators of its own."""
     by: dict[int, set[str]] = {}
@@ -242,12 +265,15 @@ def _only_in(one: LossShare, other: LossShare) -> str:
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
-    if by_hand(facts):
+    if by_hand(facts) and facts.asked:
+        what = "What was stepped is no sum of the gradients that the program has asked torch.autograd.grad for"
+        yield Hit("proof", f"{what}: it has put them together itself, or they are wrong.", _ASKED)
+    elif by_hand(facts):
         what = f"The gradients of {count(facts.cleared, 'micro-batch')} were cleared, and what was stepped is no sum of"
         yield Hit("proof", f"{what} those after: the program has put them together itself, or they are wrong.")
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
-    if facts.unrepeated and not facts.outputs:
+    if facts.unrepeated and not (facts.outputs or facts.options_apart):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
 
@@ -285,7 +311,7 @@ RULES: tuple[Rule, ...] = (
         "prove.outputs",
         "The loop gets what the model returns.",
         "Look for what stands around the model: hooks of a wrapper, an output dtype, a gather or a slice of outputs; "
-        "what is meant belongs into the model or the loss.",
+        "what is meant, as a temperature, belongs into the model or the loss.",
         _outputs,
         severity=Severity.WARNING,
     ),
