@@ -274,6 +274,8 @@ class Around:
     """Listens to what a program does to a model beside forward, backward and step."""
 
     unproven: str = field(default="", init=False)
+    averages: str = field(default="", init=False)
+    """As in ``Disturbed``."""
     moved: tuple[str, ...] = field(default=(), init=False)
     swung: bool = field(default=False, init=False)
     outside: dict[str, None] = field(factory=dict, init=False)
@@ -393,6 +395,7 @@ class Around:
             cleared=self._cleared,
             wasted=self.wasted(kept, scale, known),
             idle=self.idle > 1,
+            averages=self.averages,
         )
 
 

@@ -135,6 +135,8 @@ class Disturbed:
     """Those of them that are certainly of the same step, as ``hooks.Around.wasted``."""
     idle: bool = False
     """Whether nothing else was recorded, because each step comes after gradients were cleared."""
+    averages: str = ""
+    """The line of the program that averages weights over ranks, behind this step or another; empty: none was seen."""
 
 
 @frozen(kw_only=True)

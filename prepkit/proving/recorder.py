@@ -113,7 +113,7 @@ class Recorder:
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
     _clips: Clipping = field(init=False)
-    _around: Around = field(factory=Around, init=False)
+    around: Around = field(factory=Around, init=False)
     _odd: dict[str, None] = field(factory=dict, init=False)
     """Entries of an optimizer's state that a record cannot hold."""
     _strange: bool = field(default=False, init=False)
@@ -135,7 +135,7 @@ class Recorder:
                 self._attach(self.root, stack)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
                 (torch.autograd, "backward", self._backward),
-                (torch.autograd, "backward", self._around.goes),
+                (torch.autograd, "backward", self.around.goes),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self._scaled),
@@ -201,7 +201,7 @@ class Recorder:
             divides=self.divides,
             cut=bool(tensor_parallel(names.sites(self.root))),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
-            disturbed=self._around.told(self.root, tuple(self._micros), scale, known, copies=copies),
+            disturbed=self.around.told(self.root, tuple(self._micros), scale, known, copies=copies),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
             trace=tuple(self._tracer.entries),
@@ -225,7 +225,7 @@ class Recorder:
                 return
             if not mine.isdisjoint(held):
                 one.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
-                one._around.swung = True
+                one.around.swung = True
                 return
         other = Recorder(root=module, when_done=self._ended, lingers=self.lingers, raises=self.raises)
         other.largest, other.family = self.largest, self.family
@@ -261,7 +261,7 @@ class Recorder:
         if self.done or self.root is None or not torch.is_grad_enabled():
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
-        self._around.forward(self.root, first=not self._calls)
+        self.around.forward(self.root, first=not self._calls)
         if torch.is_autocast_enabled("cpu"):
             self._dtype = torch.get_autocast_dtype("cpu")
         tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
@@ -309,31 +309,31 @@ class Recorder:
                 call.seen[place] = sketch(local(tensor).detach().reshape(-1))
                 call.returned.append(returned(place, tensor))
             if tensor.requires_grad:
-                tensor.register_hook(self._around.adding(call.arrived, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self.around.adding(call.arrived, place))  # type: ignore[no-untyped-call]
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def _backward(self, plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         losses = tensors if isinstance(tensors, tuple | list) else (tensors,)
         if self.done and self._again and not self._stepping:
-            self._around.kept = with_gradients(self.root)
+            self.around.kept = with_gradients(self.root)
             self._over()
         open_calls = [call for call in self._calls if call.micro < 0]
         trains = not (self._stepping or self.done) and losses[0].numel() == 1
-        if trains and not open_calls and not self._around.again(self.root, losses[0], self._calls):
-            self._around.past(self.root, losses[0], set(), first=not self._micros)
+        if trains and not open_calls and not self.around.again(self.root, losses[0], self._calls):
+            self.around.past(self.root, losses[0], set(), first=not self._micros)
         if not (trains and open_calls):  # as in checkpointing too, which goes backward inside a backward
             return plain(tensors, *args, **kwargs)
         factor: Factor = factor_of(losses[0])
         ends = {id(end) for call in open_calls for end in call.ends}
         micro = len(self._micros)
-        self._around.backward(self.root, losses[0], ends, first=not self._micros)
+        self.around.backward(self.root, losses[0], ends, first=not self._micros)
         total = factor.total or any(call.own_total for call in open_calls)
         loss = float(losses[0].detach())
         if not isfinite(loss) and self._tokens == 0:  # a mean over nothing, which counts as nothing
             loss = 0.0
         if not isfinite(loss):
-            self._around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
+            self.around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
             loss = 0.0
         self._micros.append(
             Micro(
@@ -356,7 +356,7 @@ class Recorder:
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._around.past(self.root, losses[0], ends, first=False)
+            self.around.past(self.root, losses[0], ends, first=False)
             for call in open_calls:
                 call.micro = -1  # its own may follow
         return result
@@ -367,9 +367,9 @@ class Recorder:
         if self.done and holds(self.root, which):
             self._ready = self.lingers
         elif not (self.done or self.stepped) and holds(self.root, which) and not with_gradients(self.root):
-            self._around.cleared(self._micros)
+            self.around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
-            for what in (self._micros, self._clips.at, self._around.outside, self._around.beside, self._tracer):
+            for what in (self._micros, self._clips.at, self.around.outside, self.around.beside, self._tracer):
                 what.clear()
         return result
 
@@ -381,7 +381,7 @@ class Recorder:
     def _tried(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain(scaler, *args, **kwargs)
         if not (self.done or self.stepped):
-            self._around.tried()
+            self.around.tried()
         return result
 
     def _weighed(self, plain: Callable[..., Any], window: Any, loss: Tensor, mean_over: Any) -> Any:
@@ -406,7 +406,7 @@ class Recorder:
 
     def _gradients(self, optimizer: Any) -> None:
         if self.done and optimizer in self._optimizers and not self._stepping:
-            self._around.twice = not self._again
+            self.around.twice = not self._again
             self.family[0].when_done()  # what has not stepped by now does not step in this window
         if self.done or self._stepping or self.root is None:
             return
@@ -418,11 +418,11 @@ class Recorder:
             self._shapes = shapes(self.root)
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
-            self._around.moved = self._around.changed(self.root)
+            self.around.moved = self.around.changed(self.root)
             self._told = trainer_accumulation()
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
-            self._around.tried()
+            self.around.tried()
             return
         self._stepping, state = True, acting(optimizer).state
         self._lines |= dict.fromkeys(line_of("step"))
@@ -443,7 +443,7 @@ class Recorder:
 
     def _idles(self, root: nn.Module, optimizer: Any) -> None:
         """A step over nothing: the second one is all that there is to tell."""
-        if not self.stepped and holds(root, optimizer) and self._around.stepped_nothing(root):
+        if not self.stepped and holds(root, optimizer) and self.around.stepped_nothing(root):
             self._lines |= dict.fromkeys(line_of("step"))
             self._optimizers.append(optimizer)
             self._complete()

@@ -25,6 +25,7 @@ from prepkit.proving.apart import (
     read,
     same_draws,
     same_samples,
+    undone_later,
     weights_apart,
 )
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
@@ -35,7 +36,7 @@ from prepkit.proving.streamed import Streamed, stub
 from prepkit.ranks.world import world
 
 HALF = ("bfloat16", "float16")
-DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted")
+DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted", "averages")
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
 """What rounding in the run's dtype does is measured by two replays: this part of it is allowed beside that. Of what 33
@@ -163,6 +164,7 @@ def replayed(window: Replay) -> ProofFacts:
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=after,
         later=later,
+        undone=tuple(undone_later(records, later)),
         averaged_later=averaged_later(records, tuple(name for name, _ in after), later),
         scales_apart=any(one.head.scale != first.scale for one in records),
         options_apart=options_apart(records),
@@ -205,6 +207,7 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         cleared=max(one.cleared for one in every),
         wasted=min(one.wasted for one in every),
         idle=any(one.idle for one in every),
+        averages=next((one.averages for one in every if one.averages), ""),
     )
 
 

@@ -55,6 +55,8 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
 
     def looked(found: Audit) -> None:
         seen.append(evolve(found, proven=True))
+        for one in recorder.family:
+            one.around.averages = found.facts.window.averages_weights if found.facts.window else ""
 
     def counted(optimizer: Any, *_: Any) -> None:
         steps.extend([None] * any(param.grad is not None for param in given_to(optimizer)))

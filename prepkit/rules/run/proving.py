@@ -10,7 +10,8 @@ from prepkit.facts.proof import LossShare, ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
-from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, mean, norm
+from prepkit.rules.run.averaging import LOCAL_SGD
+from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, mean, norm, steps_apart
 from prepkit.rules.run.proof_gradients import clipped, gradients, micro_batch, no_gradient, not_clipped, past_wrapper
 
 _REPEATS = (
@@ -104,7 +105,7 @@ def _tokens(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
-    if not (facts.first_apart or facts.averaged_later or causes(facts) or facts.options_apart or list(_uneven(facts))):
+    if not (facts.first_apart or steps_apart(facts) or causes(facts) or facts.options_apart or list(_uneven(facts))):
         yield from _ranks_apart(
             facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
         )
@@ -162,6 +163,11 @@ def _not_held(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit(
             at(still[0]), what, "Look at what stands between the optimizer and the model: a skipped or a patched step."
         )
+    if facts.undone:
+        names, rank = [name for name, _ in facts.undone], facts.undone[0][1]
+        what = f"Rank {rank} has stepped {count(len(names), 'parameter')} that are behind the step as they were before"
+        fix = "Let the rank that steps a parameter send it: dist.broadcast(param, src=owner)."
+        yield Hit(at(names[0]), f"{what}: {some(names)}. Something has put them back.", fix)
 
 
 def _step_allowed(one: StepProof) -> float:
@@ -198,12 +204,13 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit(
             "loss", f"{said}: {with_}.", "Look whether all ranks are to have one loss: a smoothing, a weight, a part."
         )
-    if facts.averaged_later:
-        said = "Each rank has stepped by gradients of its own, and the program has averaged weights behind the step"
-        yield Hit("proof", f"{said}: gradients were not compared over the ranks.")
-    elif facts.later:
-        said = f"Behind the step something has changed {count(len(facts.later), 'weight')}"
-        yield Hit("proof", f"{said}: {some(facts.later)}. What they have become was not compared.")
+    if steps_apart(facts):
+        where = "behind the step" if facts.averaged_later else f"behind another step, as it seems ({facts.averages})"
+        said = f"Each rank has stepped by gradients of its own, and the program averages weights {where}"
+        yield Hit("proof", f"{said}: gradients were not compared over the ranks.", LOCAL_SGD)
+    elif later := [name for name in facts.later if name not in dict(facts.undone)]:
+        said = f"Behind the step something has changed {count(len(later), 'weight')}"
+        yield Hit("proof", f"{said}: {some(later)}. What they have become was not compared.")
     for limit in facts.limits:
         yield Hit("proof", f"{limit}.")
     if facts.cleared and not (facts.wasted or by_hand(facts)):
