@@ -45,7 +45,9 @@ SHAPES = frozenset(
 """Operations that change no value."""
 DIVIDES = ("DivBackward0", "MulBackward0")
 BETWEEN = ("isend", "irecv", "all_to_all", "all_to_all_single")
-"""Calls by which ranks send each other what is no gradient of a parameter; ``send`` and ``recv`` make the first two."""
+"""Calls by which ranks send each other what is no gradient of a parameter."""
+HANDS = ("isend", "irecv")
+"""Those between two ranks, which ``send`` and ``recv`` make too."""
 SENDS = (*BETWEEN, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 COLLECTIVES = tuple(f"distributed/{one}.py" for one in ("distributed_c10d", "c10d_logger", "nn/functional"))
 COLLECTIVES += ("distributed/_functional_collectives.py",)
@@ -153,7 +155,8 @@ class Window:
             frames = list(frames_above(__file__))
             self.reduced |= {line_of_program(frames)} if name == "all_reduce" else set()
             self.communicates = self.communicates or _sent_through(name, (*given, *named.values()), frames)
-        return plain(*given, **named)
+        result = plain(*given, **named)
+        return self.arrivals.handed(result, given[0] if given else named["tensor"]) if name in HANDS else result
 
     def _scales(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
         self.scaled = self.scaled or scaler.is_enabled()
@@ -230,6 +233,9 @@ class Window:
             loader.worker_init_fn = before
 
 
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
+
+
 def _sent_through(name: str, given: Iterable[Any], frames: list[FrameType]) -> str:
     """The line of the program that sends activations or their gradients by this call; empty: it sends something else.
 
@@ -244,7 +250,7 @@ def _sent_through(name: str, given: Iterable[Any], frames: list[FrameType]) -> s
         return line_of_program(frames)
     if caller.startswith(str(Path(torch.__file__).parent)):
         return ""  # as SyncBatchNorm and FSDP do by themselves
-    inside = goes_backward() or any(one.f_code is torch.autograd.Function.apply.__func__.__code__ for one in frames)
+    inside = goes_backward() or any(one.f_code is _APPLY for one in frames)
     instead = name == "all_reduce" and any(one.grad_fn is not None for one in tensors)
     return line_of_program(frames) if inside or instead else ""
 

@@ -87,6 +87,8 @@ class Micro:
     """Over how many elements it is a mean or a sum, as its graph says."""
     meant: tuple[float, ...] = ()
     """Parts of the factor that may be the loss's own, and no number of the run."""
+    given: bool = False
+    """Whether the program gave the backward gradients of its own, as a stage of a pipeline gets them."""
     line: str = ""
     """Where the program went backward; empty: nobody knows."""
     operators: str = ""

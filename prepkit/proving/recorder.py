@@ -42,7 +42,7 @@ from prepkit.proving.hooks import (
     with_closure,
     with_gradients,
 )
-from prepkit.proving.loss_graph import Factor, factor_of, lowest_dtype, operators_of, seed_of
+from prepkit.proving.loss_graph import Factor, factor_of, given_to, lowest_dtype, operators_of, seed_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
@@ -319,17 +319,17 @@ class Recorder:
             self.around.kept = with_gradients(self.root)
             self._over()
         open_calls = [call for call in self._calls if call.micro < 0]
-        trains = not (self._stepping or self.done) and losses[0].numel() == 1
+        ends = {id(end) for call in open_calls for end in call.ends}
+        handed = given_to(losses, grads := args[0] if args else kwargs.get("grad_tensors"), ends)
+        trains = not (self._stepping or self.done) and (losses[0].numel() == 1 or handed)
         if trains and not open_calls and not self.around.again(self.root, losses[0], self._calls):
             self.around.past(self.root, losses[0], set(), first=not self._micros)
         if not (trains and open_calls):  # as in checkpointing too, which goes backward inside a backward
             return plain(tensors, *args, **kwargs)
-        factor: Factor = factor_of(losses[0])
-        ends = {id(end) for call in open_calls for end in call.ends}
-        micro = len(self._micros)
+        factor: Factor = Factor(1.0, total=True) if handed else factor_of(losses[0])
         self.around.backward(self.root, losses[0], ends, first=not self._micros)
-        total = factor.total or any(call.own_total for call in open_calls)
-        loss = float(losses[0].detach())
+        micro, total = len(self._micros), factor.total or any(call.own_total for call in open_calls)
+        loss = 0.0 if handed else float(losses[0].detach())
         if not isfinite(loss) and self._tokens == 0:  # a mean over nothing, which counts as nothing
             loss = 0.0
         if not isfinite(loss):
@@ -338,7 +338,8 @@ class Recorder:
         self._micros.append(
             Micro(
                 loss=loss / factor.value if factor.value else loss,
-                factor=factor.value * seed_of(losses[0], args[0] if args else kwargs.get("grad_tensors")),
+                factor=1.0 if handed else factor.value * seed_of(losses[0], grads),
+                given=handed,
                 total=total and self._tokens is None,
                 tokens=self._tokens,
                 count=factor.count,
@@ -357,8 +358,8 @@ class Recorder:
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
             self.around.past(self.root, losses[0], ends, first=False)
-            for call in open_calls:
-                call.micro = -1  # its own may follow
+        for call in open_calls:
+            call.micro = call.micro if call.arrived else -1  # its own may follow
         return result
 
     def _cleared(self, plain: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:

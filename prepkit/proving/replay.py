@@ -281,7 +281,7 @@ def _shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
 def _each(record: Record, at: int) -> float | None:
     """The part of one sample in the loss, by what it is a mean over, or by what its sum was divided by."""
     micro = record.head.micros[at]
-    if micro.tokens is not None:
+    if micro.tokens is not None or micro.given:
         return None
     factor = micro.factor / record.head.scale
     return factor if micro.total else factor / micro.count if micro.count else None
@@ -458,7 +458,9 @@ def _decay(window: Replay, name: str) -> float:
 def _meant(records: tuple[Record, ...]) -> Iterator[str]:
     every = [micro for record in records for micro in record.head.micros]
     if any(micro.total and micro.tokens is None and not micro.count for micro in every):
-        yield "the loss is a sum that the program divides: by what, is taken as meant"
+        given = any(micro.given for micro in every)
+        what = "a backward was given gradients" if given else "the loss is a sum that the program divides"
+        yield f"{what}: {'what they are' if given else 'by what'}, is taken as meant"
 
 
 def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:

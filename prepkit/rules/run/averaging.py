@@ -51,7 +51,13 @@ def _own_steps(facts: RunFacts) -> set[str]:
 
 def _out_of_sight(facts: RunFacts) -> bool:
     """Return whether the program may average by itself, and has no gradients yet that would show it."""
-    return bool(facts.averages_by_hand) and (facts.gradients is None or not facts.gradients.compared)
+    unseen = facts.gradients is None or not facts.gradients.compared
+    return bool(facts.averages_by_hand or _sends(facts)) and unseen
+
+
+def _sends(facts: RunFacts) -> str:
+    """Where the program sends activations, and this rank was looked at alone; empty: it does not, or was not."""
+    return facts.window.communicates if facts.window is not None and not facts.ranks else ""
 
 
 def _by_hand(facts: RunFacts, name: str) -> bool:
@@ -77,10 +83,13 @@ def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
-    if facts.optimizers and _out_of_sight(facts) and (alone := _alone(facts)):
-        what = f"No wrapper averages {count(len(alone), 'trained parameter')}; `{facts.averages_by_hand}` may do so."
-        yield Hit("model", what)
-    if facts.window is None or facts.gradients is None or not facts.optimizers:
+    if not facts.optimizers:
+        return
+    if _out_of_sight(facts) and (alone := _alone(facts)):
+        who = facts.averages_by_hand or _sends(facts)
+        what = f"No wrapper averages {count(len(alone), 'trained parameter')}; `{who}` may do so."
+        yield Hit("model", what, "" if facts.averages_by_hand else _CUT)
+    if facts.window is None or facts.gradients is None:
         return
     if cut := facts.window.cut:
         what = (
@@ -89,26 +98,26 @@ def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
             "of a layer, or experts, and wrong of what ranks are to hold the same of."
         )
         yield Hit(at(cut[0]), what, _CUT)
-    divided = set(facts.gradients.divided)
-    alone = [param.name for param in _alone(facts)]
-    if steps := [name for name in alone if name in divided]:
+    divided, apart = set(facts.gradients.divided), _own_steps(facts)
+    names = [param.name for param in _alone(facts)]
+    if steps := [name for name in names if name in divided]:
         what = (
             f"Some ranks step {count(len(steps), 'parameter')} that others do not: {some(steps)}. Whether the gradient "
             "is that of all ranks, and all get what is stepped, shows behind the step."
         )
         yield Hit(at(steps[0]), what, _DIVIDED)
-    if own := [name for name in alone if name in _own_steps(facts) - divided]:
+    if own := [name for name in names if name in apart - divided]:
         what = (
             f"Each rank is about to step {count(len(own), 'parameter')} by gradients of its own, and the program "
-            f"averages weights ({facts.window.averages_weights}): {some(own)}. Whether behind this step is not "
-            "seen yet."
+            f"averages weights ({facts.window.averages_weights}): {some(own)}. Whether behind this step, is to be "
+            "seen."
         )
         yield Hit(at(own[0]), what, LOCAL_SGD)
 
 
 _CUT = (
-    "Nothing, where each rank holds a part; else build the model from one seed on every rank, and wrap it in "
-    "DistributedDataParallel."
+    "Nothing, where each rank holds a part, or a stage; else build the model from one seed on every rank, and wrap it "
+    "in DistributedDataParallel."
 )
 _DIVIDED = "Run prepkit audit --prove SCRIPT, which compares gradients and weights of all ranks."
 LOCAL_SGD = (
