@@ -27,7 +27,7 @@ from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.findings import Finding
-from prepkit.observe.prepared.optimizers import engines, inner
+from prepkit.observe.prepared.optimizers import engines, inner, lent
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
@@ -241,6 +241,7 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
             parts[_free(type(root).__name__, parts)] = root
             known |= own
     loose = [slots[key] for key in slots if key in live - known and (rests or isinstance(slots[key], nn.Parameter))]
+    loose = [one for one in loose if not any(lent(one, part) for part in parts.values())]
     if loose:
         beside = nn.Module()
         beside._parameters.update((str(at), one) for at, one in enumerate(loose))

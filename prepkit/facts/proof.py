@@ -19,6 +19,8 @@ class LossShare:
     weight: float = 1.0
     """The factor in the loss that was given to backward, times the micro-batches that are averaged, without the loss
     scale: 1 where each is divided by their number."""
+    given: bool = False
+    """Whether the backward was given gradients: of what loss, and by what it was divided, nobody knows."""
     meant: tuple[float, ...] = ()
     """Parts of the weight that may be the loss's own: multiplications by less than one, a mean of several losses."""
     operators: str = ""

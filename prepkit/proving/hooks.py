@@ -381,7 +381,7 @@ class Around:
         self, root: nn.Module, kept: tuple[Micro, ...], scale: float, known: int | None, *, copies: bool
     ) -> Disturbed:
         """All of it. ``copies``: whether it has to be asked if weights came from somewhere else."""
-        why = COPIES if copies and self.changed(root) else self.unproven
+        why = self.unproven or (COPIES if copies and self.changed(root) else "")
         return Disturbed(
             unproven=why,
             moved=self.moved,

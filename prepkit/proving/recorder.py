@@ -45,7 +45,7 @@ from prepkit.proving.hooks import (
 from prepkit.proving.loss_graph import Factor, factor_of, given_to, lowest_dtype, operators_of, seed_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Head, Micro, Record
-from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options
+from prepkit.proving.steppers import acting, earlier, holds, is_fresh, places, plain_options, torn
 from prepkit.proving.trace import Tracer, sketch
 from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
@@ -330,10 +330,9 @@ class Recorder:
         self.around.backward(self.root, losses[0], ends, first=not self._micros)
         micro, total = len(self._micros), factor.total or any(call.own_total for call in open_calls)
         loss = 0.0 if handed else float(losses[0].detach())
-        if not isfinite(loss) and self._tokens == 0:  # a mean over nothing, which counts as nothing
-            loss = 0.0
         if not isfinite(loss):
-            self.around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
+            if self._tokens != 0:  # else a mean over nothing, which counts as nothing
+                self.around.unproven = f"the loss of micro-batch {micro} is {loss} on rank {world().rank}"
             loss = 0.0
         self._micros.append(
             Micro(
@@ -421,6 +420,7 @@ class Recorder:
                 self._keep(f"weight/{name}", part.values)
             self.around.moved = self.around.changed(self.root)
             self._told = trainer_accumulation()
+        self.around.unproven = torn(self._parts, optimizer) or self.around.unproven
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
             self.around.tried()

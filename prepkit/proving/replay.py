@@ -244,6 +244,7 @@ def _shares(records: tuple[Record, ...]) -> tuple[LossShare, ...]:
             rank=record.head.rank,
             micro=at,
             weight=_weight(records, record, at),
+            given=of.given,
             meant=of.meant,
             operators=of.operators,
             count=of.count if of.tokens is None else None,

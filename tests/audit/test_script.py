@@ -397,6 +397,37 @@ for at, (x, y) in enumerate(data):
     optimizer.step()
     average()
 """
+FLAT = f"""{HAND}
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+nn.utils.vector_to_parameters(flat, model.parameters())
+half = flat.numel() // world
+piece = nn.Parameter(flat[rank * half : (rank + 1) * half])
+optimizer = torch.optim.AdamW([piece])
+for x, y in data:
+    model.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    grads = torch.cat([param.grad.reshape(-1) for param in model.parameters()])
+    dist.all_reduce(grads)
+    piece.grad = grads[rank * half : (rank + 1) * half] / world
+    optimizer.step()
+    pieces = [torch.empty(half) for _ in range(world)]
+    dist.all_gather(pieces, piece.data)
+    flat.copy_(torch.cat(pieces))
+"""
+OF_TORCH = f"""{HAND}
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+stage = nn.Sequential(*(layers[:2] if rank == 0 else layers[2:]))
+del layers
+optimizer = torch.optim.AdamW(stage.parameters())
+held = PipelineStage(stage, rank, 2, torch.device("cpu"))
+schedule = ScheduleGPipe(held, n_microbatches=3, loss_fn=functional.cross_entropy)
+for x, y in same:
+    optimizer.zero_grad()
+    schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
+    optimizer.step()
+"""
 SEEDED_APART = "torch.manual_seed(0)", "torch.manual_seed(rank)"
 
 RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
@@ -408,6 +439,11 @@ RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
     "owners of parts": (
         OWNERS,
         "proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain torch",
+    ),
+    "pieces of a flat buffer": (FLAT, "prove.unproven at proof: an optimizer steps a part of 0.weight, as a piece"),
+    "stages of torch's own": (
+        OF_TORCH,
+        "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: train",
     ),
     "weights that are averaged": (LOCAL, "nothing is known of its gradients\nnote prove.limit at proof: Each rank has"),
     "weights that are averaged at times": (

@@ -202,6 +202,8 @@ class _Aim:
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
+            if all(share.given for share in self.facts.shares) and near(ratio * _divided(self.facts), 1.0):
+                return None  # a stage that divides what it is given by the micro-batches
             if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
             found = _of_ratio(self.facts, ratio, self.clipping, copy)
