@@ -52,7 +52,7 @@ def audit(
     facts = look(model, optimizer, scheduler, loaders, needs=needs if ask_ranks else needs - {Need.RANKS}, env=env)
     inside, unused = accelerate_window(optimizer) if at_step else (False, False)
     there = (at_step or goes_backward()) and any(param.grad is not None for param in model.parameters())
-    facts = evolve(facts, gradients_on=there or torch.is_grad_enabled(), window=window)
+    facts = evolve(with_cut(facts, window), gradients_on=there or torch.is_grad_enabled())
     facts = evolve(facts, inside_window=inside, unused_window=unused)
     if facts.world_size > 1:
         facts = evolve(facts, averages_by_hand=averages_by_hand())
@@ -67,6 +67,31 @@ def audit(
         seconds=time.perf_counter() - begun,
         look_again=again.look,
     )
+
+
+def with_cut(facts: RunFacts, window: WindowFacts | None) -> RunFacts:
+    """The facts with what a script did, and what it may have cut over ranks by hand apart from what they hold alike."""
+    found = facts.gradients
+    if window is None or not window.communicates or found is None:
+        return evolve(facts, window=window)
+    bare = {param.name: param for param in facts.params if not param.averaged_by}
+    cut = tuple(name for name in facts.parted if name in bare and name in found.parted)
+    matrices = [name for name, param in bare.items() if param.matrix and param.requires_grad]
+    beside = tuple(
+        name
+        for name in found.parted
+        if name in bare and not bare[name].matrix and name not in cut and _all_beside(name, matrices) <= set(cut)
+    )  # as biases, which begin with the same on all ranks
+    parted = tuple(name for name in facts.parted if name not in cut)
+    return evolve(facts, parted=parted, window=evolve(window, cut=cut + beside if cut else ()))
+
+
+def _all_beside(name: str, matrices: Sequence[str]) -> set[str]:
+    """The matrices of the smallest module that holds a parameter and has any; all of them where none has."""
+    parts = name.split(".")[:-1]
+    inside = (".".join(parts[:depth]) + "." for depth in range(len(parts), 0, -1))
+    each = ({one for one in matrices if one.startswith(begin)} for begin in inside)
+    return next(filter(None, each), set(matrices))
 
 
 def unasked(rules: Iterable[Rule], facts: RunFacts, *, at_step: bool) -> Iterator[tuple[str, str]]:

@@ -27,13 +27,16 @@ from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.findings import Finding
-from prepkit.observe.prepared.optimizers import engines, inner
+from prepkit.observe.prepared.optimizers import engines, inner, lent
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
+
+
+LOOKED = "the end of its look"
 
 
 class FirstStep(BaseException):
@@ -73,9 +76,13 @@ def audit_run(run: Callable[[], object], arrivals: Arrivals | None = None) -> Au
     arrivals = Arrivals() if arrivals is None else arrivals
     seen: list[Audit] = []
 
+    def stop() -> None:
+        seen[:] = [everywhere(one) if arrivals.alone else one for one in seen]
+        raise FirstStep
+
     def end(found: Audit) -> None:
         seen.append(found)
-        raise FirstStep
+        arrivals.leaves(LOOKED, stop)
 
     try:
         with audited_at_first_step(end, arrivals):
@@ -83,6 +90,7 @@ def audit_run(run: Callable[[], object], arrivals: Arrivals | None = None) -> Au
         arrivals.ends("its script has come to its end")
     except FirstStep:
         pass
+    arrivals.lets_go()
     return seen[0] if seen else None
 
 
@@ -90,7 +98,8 @@ def audit_run(run: Callable[[], object], arrivals: Arrivals | None = None) -> Au
 def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) -> Iterator[None]:
     """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
 
-    Raises ``RanksApart`` there where not every rank comes.
+    Where the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and
+    hands on its own. Raises ``RanksApart`` there where not every rank comes.
     """
     window, stepped = Window(arrivals=arrivals), False
 
@@ -99,10 +108,11 @@ def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) ->
         if stepped:
             return
         stepped = True
-        arrivals.meet("its first step")
+        asks = arrivals.together("its first step")
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
         made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
-        heard(_everywhere(audit_step(optimizer, made=made, window=window)))
+        found = audit_step(optimizer, made=made, window=window, ask_ranks=asks)
+        heard(everywhere(found) if asks else found)
 
     handle = register_optimizer_step_pre_hook(look)
     try:
@@ -136,17 +146,17 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def _everywhere(found: Audit) -> Audit:
+def everywhere(found: Audit) -> Audit:
     """The audit with the findings of every rank, each once. Collective where there are several."""
     each = dict.fromkeys(finding for findings in world().gather(found.findings) for finding in findings)
     return evolve(found, findings=tuple(each))
 
 
-def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = None) -> Audit:
+def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = None, ask_ranks: bool = True) -> Audit:
     """An audit of everything that is live and belongs to this optimizer, which is about to step, and of other models.
 
     ``made``: whether the gradients are there, and no closure is to make them first. ``window`` has heard what went
-    before.
+    before. ``ask_ranks``: whether all ranks are here, so that it is collective.
     """
     begun = time.perf_counter()
     alive = [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
@@ -155,8 +165,8 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
     heard = None if window is None else window.facts(alive)
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
-    found = audit(model, optimizers, scheduler, _loaders(alive), at_step=made, window=heard)
-    others = () if window is None else tuple(_of_others(model, roots, alive))
+    found = audit(model, optimizers, scheduler, _loaders(alive), ask_ranks=ask_ranks, at_step=made, window=heard)
+    others = () if window is None else tuple(_of_others(model, roots, alive, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
 
 
@@ -171,7 +181,7 @@ OF_OTHERS = frozenset(
 """Rules that hold for a model while another one is stepped: it may rest, be frozen or evaluate meanwhile."""
 
 
-def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any]) -> Iterator[Finding]:
+def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any], *, ask_ranks: bool) -> Iterator[Finding]:
     """Findings of other living models that an optimizer of their own is to step."""
     known = {id(param) for param in model.parameters()}
     pairs: dict[int, tuple[nn.Module, list[Any]]] = {}
@@ -183,7 +193,7 @@ def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any]) -> It
         if root is not None and not held & known and any(id(param) in held for param in root.parameters()):
             pairs.setdefault(id(root), (root, []))[1].append(one)
     told = [(type(root).__name__, len(optimizers)) for root, optimizers in pairs.values()]
-    alike = world().same(told)
+    alike = ask_ranks and world().same(told)
     for root, optimizers in pairs.values():
         found = audit(root, optimizers, ask_ranks=alike)
         for finding in found.findings:
@@ -231,6 +241,7 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
             parts[_free(type(root).__name__, parts)] = root
             known |= own
     loose = [slots[key] for key in slots if key in live - known and (rests or isinstance(slots[key], nn.Parameter))]
+    loose = [one for one in loose if not any(lent(one, part) for part in parts.values())]
     if loose:
         beside = nn.Module()
         beside._parameters.update((str(at), one) for at, one in enumerate(loose))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -23,6 +28,7 @@ from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import unwrap_root
+from prepkit.observe.prepared.around import averages_weights, frames_above, line_of_program
 from prepkit.observe.prepared.loaders import language_config, odd_batch
 from prepkit.ranks.arrivals import Arrivals
 
@@ -38,6 +44,14 @@ SHAPES = frozenset(
 )
 """Operations that change no value."""
 DIVIDES = ("DivBackward0", "MulBackward0")
+BETWEEN = ("isend", "irecv", "all_to_all", "all_to_all_single")
+"""Calls by which ranks send each other what is no gradient of a parameter."""
+HANDS = ("isend", "irecv")
+"""Those between two ranks, which ``send`` and ``recv`` make too."""
+SENDS = (*BETWEEN, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+COLLECTIVES = tuple(f"distributed/{one}.py" for one in ("distributed_c10d", "c10d_logger", "nn/functional"))
+COLLECTIVES += ("distributed/_functional_collectives.py",)
+"""Files of torch's that stand between a program and such a call."""
 PAST = ("accelerate.", "deepspeed.", "lightning.", "pytorch_lightning.", "transformers.")
 """Modules whose own code calls backward for a loop."""
 
@@ -45,6 +59,11 @@ PAST = ("accelerate.", "deepspeed.", "lightning.", "pytorch_lightning.", "transf
 @define(eq=False)
 class Window:
     """Listens inside ``on()``, until ``facts`` is asked at a step."""
+
+    communicates: str = ""
+    """As in ``WindowFacts``."""
+    reduced: set[str] = field(factory=set)
+    """Lines of the program that have summed something over the ranks."""
 
     scaled: bool = False
     stepping: bool = False
@@ -83,6 +102,11 @@ class Window:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
+            for name in SENDS:
+                sends = partial(self._sends, name)
+                stack.enter_context(around_calls(distributed_c10d, name, sends, also=dist))
+                if name in vars(functional):
+                    stack.enter_context(around_calls(functional, name, sends))
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
@@ -101,6 +125,8 @@ class Window:
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
+            communicates=self.communicates,
+            averages_weights=averages_weights(self.reduced),
             recompiled=recompiled(),
             text=self.text,
             trainer=trainer,
@@ -123,6 +149,14 @@ class Window:
         kind = None if narrow is None else narrow.device.type
         if kind and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             self._float16[type(module).__name__] = None
+
+    def _sends(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            frames = list(frames_above(__file__))
+            self.reduced |= {line_of_program(frames)} if name == "all_reduce" else set()
+            self.communicates = self.communicates or _sent_through(name, (*given, *named.values()), frames)
+        result = plain(*given, **named)
+        return self.arrivals.handed(result, given[0] if given else named["tensor"]) if name in HANDS else result
 
     def _scales(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
         self.scaled = self.scaled or scaler.is_enabled()
@@ -199,6 +233,28 @@ class Window:
             loader.worker_init_fn = before
 
 
+_APPLY = vars(torch.autograd.Function)["apply"].__func__.__code__
+
+
+def _sent_through(name: str, given: Iterable[Any], frames: list[FrameType]) -> str:
+    """The line of the program that sends activations or their gradients by this call; empty: it sends something else.
+
+    Between two ranks, from each to each, in a backward, in a function of autograd, or in the place of an activation.
+    """
+    tensors = [one for each in given for one in (each if isinstance(each, list | tuple) else [each])]
+    tensors = [one for one in tensors if isinstance(one, Tensor) and one.numel() > 1]
+    if not tensors:
+        return ""
+    caller = next(one.f_code.co_filename for one in frames if not one.f_code.co_filename.endswith(COLLECTIVES))
+    if name in BETWEEN:
+        return line_of_program(frames)
+    if caller.startswith(str(Path(torch.__file__).parent)):
+        return ""  # as SyncBatchNorm and FSDP do by themselves
+    inside = goes_backward() or any(one.f_code is _APPLY for one in frames)
+    instead = name == "all_reduce" and any(one.grad_fn is not None for one in tensors)
+    return line_of_program(frames) if inside or instead else ""
+
+
 def _float16_units(root: nn.Module) -> Iterator[str]:
     """Yield the class of the options by which a unit of FSDP1 or FSDP2 computes in float16."""
     for module in root.modules():
@@ -272,18 +328,21 @@ def goes_backward() -> bool:
 
 
 @contextmanager
-def around_calls(home: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``around`` is called with the function and its arguments in its place."""
+def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
+    """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
     plain = vars(home)[name]
 
     def instead(*args: Any, **kwargs: Any) -> Any:
         return around(plain, *args, **kwargs)
 
-    setattr(home, name, instead)
+    homes = (home,) if also is None else (home, also)
+    for one in homes:
+        setattr(one, name, instead)
     try:
         yield
     finally:
-        setattr(home, name, plain)
+        for one in homes:
+            setattr(one, name, plain)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ class LossShare:
     weight: float = 1.0
     """The factor in the loss that was given to backward, times the micro-batches that are averaged, without the loss
     scale: 1 where each is divided by their number."""
+    given: bool = False
+    """Whether the backward was given gradients: of what loss, and by what it was divided, nobody knows."""
     meant: tuple[float, ...] = ()
     """Parts of the weight that may be the loss's own: multiplications by less than one, a mean of several losses."""
     operators: str = ""
@@ -137,8 +139,12 @@ class ProofFacts:
     """Likewise after it."""
     later: tuple[str, ...] = ()
     """Parameters that something has changed behind the step, before the window was over."""
+    undone: tuple[tuple[str, int], ...] = ()
+    """Those that are behind the step what they were before it, though a rank has stepped them, with that rank."""
     averaged_later: bool = False
-    """Whether that has made those alike on all ranks which were apart after the step."""
+    """Whether that has made those alike on all ranks which were apart after the step, by no rank's weights alone."""
+    averages: str = ""
+    """The line of the program that averages weights over ranks, behind this step or another; empty: none was seen."""
     buffers_apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Buffers that differ when the first window begins, with the ranks that part from the first one."""
     moved: tuple[str, ...] = ()

@@ -212,6 +212,8 @@ class GradientFacts:
     """Those that have a gradient on some ranks, and none on others that hold a part of them."""
     not_chosen: tuple[str, ...] = ()
     """Those without one that a batch may leave out: a member of a ModuleList, or an optimizer's whole turn."""
+    divided: tuple[str, ...] = ()
+    """Those that some ranks step, and others do not: there they count alone."""
 
 
 @frozen(kw_only=True)

@@ -66,6 +66,14 @@ class WindowFacts:
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
     text: OddSample = ""
     """What is wrong in what such a model was called with."""
+    communicates: str = ""
+    """The line of the program that has sent activations, or their gradients, to other ranks; empty: none has."""
+    cut: tuple[str, ...] = ()
+    """Parameters of which each rank may hold a part of its own: it has other values there than the others, is about to
+    step them by other gradients, and has sent activations to the others. Ranks that were seeded apart, and should hold
+    one model, send none."""
+    averages_weights: str = ""
+    """The line of the program that averages weights over ranks, be it called or not; empty: none was seen."""
     trainer: str = ""
     """The Trainer that steps; empty: none."""
     steps: int | None = None

@@ -40,8 +40,31 @@ def changed_later(records: tuple[Record, ...]) -> tuple[str, ...]:
 
 
 def averaged_later(records: tuple[Record, ...], after: tuple[str, ...], later: tuple[str, ...]) -> bool:
-    """Return whether all parameters that were apart after the step are alike behind it."""
-    return bool(after) and set(after) <= set(later) and not any(_later_apart(records, name) for name in after)
+    """Return whether all parameters that were apart after the step are alike behind it, and not those of one rank."""
+    alike = bool(after) and set(after) <= set(later) and not any(_later_apart(records, name) for name in after)
+    return alike and not all(_as_one_had_it(records, name) for name in after)
+
+
+def _as_one_had_it(records: tuple[Record, ...], name: str) -> bool:
+    """Return whether behind the step all have what one of them had after it."""
+    found, after = replicas(records, "later", name), replicas(records, "after", name)
+    return bool(found) and any(torch.equal(found[0].values, one.values) for one in after)
+
+
+def undone_later(records: tuple[Record, ...], later: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Yield parameters that a rank has stepped, and that something put back behind the step, with the first such rank.
+
+    As where ranks step parts of the model, and a part is sent by a rank that does not step it.
+    """
+    for name in later:
+        for record in records:
+            before, after, then = (record.tensors.get(f"{kind}/{name}") for kind in ("weight", "after", "later"))
+            group = next((one.group for one in record.head.params if one.name == name), None)
+            if group is None or before is None or after is None or then is None or torch.equal(before, after):
+                continue
+            if torch.equal(before, then):
+                yield name, record.head.rank
+                break
 
 
 def _later_apart(records: tuple[Record, ...], name: str) -> bool:
@@ -149,6 +172,7 @@ def loss_shares(records: tuple[Record, ...], reached: Sequence[frozenset[str]] =
             rank=record.head.rank,
             micro=at,
             weight=weight_of(records, record, at),
+            given=of.given,
             meant=of.meant,
             operators=of.operators,
             count=of.count if of.tokens is None else None,
@@ -200,7 +224,7 @@ def number_of(record: Record) -> int:
 def _each(record: Record, at: int) -> float | None:
     """The part of one sample in the loss, by what it is a mean over, or by what its sum was divided by."""
     micro = record.head.micros[at]
-    if micro.tokens is not None:
+    if micro.tokens is not None or micro.given:
         return None
     factor = micro.factor / record.head.scale
     return factor if micro.total else factor / micro.count if micro.count else None

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -19,12 +15,13 @@ from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
-from prepkit.proving import bare, tree
-from prepkit.proving.loss_graph import factor_of, made_of, operators_of, terms_of, used_outside
-from prepkit.proving.outputs import RETURNED, returned
-from prepkit.proving.record_file import Disturbed, HeldPart, Micro, RecordedCall, Returned
-from prepkit.proving.trace import sketch
+from prepkit.proving import bare
+from prepkit.proving.loss_graph import made_of, terms_of, used_outside
+from prepkit.proving.record_file import Disturbed, HeldPart, Micro
 from prepkit.rules.run.proof_causes import near
+
+if TYPE_CHECKING:
+    from prepkit.proving.called import Called
 
 HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
@@ -107,80 +104,6 @@ def with_closure(args: Sequence[Any], kwargs: Mapping[str, Any], then: Callable[
     return tuple(map(instead, args)), {key: instead(one) for key, one in kwargs.items()}
 
 
-@define(eq=False)
-class Called:
-    """One call of the root, and what came back to it."""
-
-    inputs: str
-    tensors: dict[str, Tensor]
-    ends: tuple[Any, ...] = ()
-    """Nodes of the graph at which its outputs begin."""
-    arrived: dict[int, Tensor] = field(factory=dict)
-    seen: dict[int, Tensor] = field(factory=dict)
-    """A sketch of each output that is kept."""
-    returned: list[Returned] = field(factory=list)
-    buffers: dict[str, Tensor] = field(factory=dict)
-    """Those that are not as they were at the first call of the window."""
-    micro: int = -1
-    entry: str = "forward"
-    evaluating: tuple[str, ...] = ()
-    own_total: bool = False
-    """Whether the model was told to divide a sum by a number that the window gives it."""
-
-    @classmethod
-    def of(cls, root: nn.Module, args: Any, kwargs: Any, tell: Callable[[str], None]) -> Called:
-        """A call that begins now; ``tell`` hears why its inputs cannot be kept."""
-        tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
-
-        def keep(tensor: Tensor) -> str:
-            key = f"{len(tensors)}"
-            tensors[key] = local(tensor).detach().cpu().clone()
-            return key
-
-        try:
-            inputs = json.dumps(tree.written([args, kwargs], keep))
-        except tree.NotPlain as error:
-            tell(f"{error}, which a record does not hold: nothing was replayed")
-            inputs = ""
-        own = "num_items_in_batch" in kwargs
-        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own)
-
-    def ended(self, output: Any, adding: Callable[[dict[int, Tensor], int], Callable[[Tensor], None]]) -> None:
-        """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
-        found = list(tree.tensors_of(output))
-        self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
-        for place, tensor in enumerate(found):
-            if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
-                self.seen[place] = sketch(local(tensor).detach().reshape(-1))
-                self.returned.append(returned(place, tensor))
-            if tensor.requires_grad:
-                tensor.register_hook(adding(self.arrived, place))  # type: ignore[no-untyped-call]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what it was given, and of buffers."""
-        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values()))
-
-    def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield its tensors by their keys in a record, where it is the call of this number."""
-        of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen), ("before", self.buffers))
-        for kind, tensors in of:
-            yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
-
-    def recorded(self) -> RecordedCall:
-        """As the file has it."""
-        ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
-        return RecordedCall(
-            inputs=self.inputs,
-            micro=self.micro,
-            entry=self.entry,
-            outputs=ends,
-            digest=kept,
-            returned=tuple(self.returned),
-            evaluating=self.evaluating,
-        )
-
-
 def evaluating(root: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that are in evaluation."""
     return tuple(path for path, module in names.named_modules(root).items() if not module.training)
@@ -212,6 +135,8 @@ class Around:
     """Listens to what a program does to a model beside forward, backward and step."""
 
     unproven: str = field(default="", init=False)
+    averages: str = field(default="", init=False)
+    """As in ``Disturbed``."""
     moved: tuple[str, ...] = field(default=(), init=False)
     swung: bool = field(default=False, init=False)
     outside: dict[str, None] = field(factory=dict, init=False)
@@ -390,7 +315,7 @@ class Around:
 
         ``computed``: whether a module was called with weights that are no leaves.
         """
-        why = COPIES if copies and self.changed(root) else COMPUTED if computed else self.unproven
+        why = self.unproven or (COPIES if copies and self.changed(root) else COMPUTED if computed else "")
         return Disturbed(
             unproven=why,
             moved=self.moved,
@@ -406,6 +331,7 @@ class Around:
             idle=self.idle > 1,
             asked=bool(self.asked),
             doubled=tuple(self.doubled),
+            averages=self.averages,
         )
 
 
@@ -419,41 +345,6 @@ def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:
 def transforms() -> bool:
     """Return whether this is inside of a transform of ``torch.func``: its tensors mean nothing outside."""
     return torch._C._functorch.maybe_current_level() is not None
-
-
-def added_up(terms: Sequence[tuple[Any, float]], calls: Sequence[Called]) -> int:
-    """Of how many losses of one kind a loss is the sum, each of a call over other samples; 1: nobody can tell."""
-    used = [call for call in calls if call.ends]
-    shapes = {(call.inputs, *(one.shape for key, one in call.tensors.items() if key != "rng")) for call in used}
-    others = {digest(call.tensors) for call in used}
-    alike = len({one.name() for one, _ in terms}) == len(shapes) == 1 and all(by == 1 for _, by in terms)
-    return len(terms) if alike and len(terms) == len(used) == len(others) else 1
-
-
-def micro_of(loss: Tensor, seed: float, ends: Collection[int], calls: Sequence[Called], tokens: float | None) -> Micro:
-    """What is noted of a loss that is about to go backward; ``tokens``: over how many it is a mean."""
-    factor, each = factor_of(loss, ends), loss.numel() > 1
-    value = float(loss.detach().sum())
-    if not isfinite(value) and tokens == 0:  # a mean over nothing, which counts as nothing
-        value = 0.0
-    return Micro(
-        loss=value / factor.value if factor.value else value,
-        factor=factor.value * seed,
-        total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
-        tokens=tokens,
-        count=float(loss.numel()) if each else factor.count,
-        meant=factor.meant,
-        added=added_up(factor.terms, calls),
-        line=next(line_of("backward"), ""),
-        operators=operators_of(loss, ends),
-    )
-
-
-def place_in(known: list[Any], one: Any) -> int:
-    """Its place among those that are known, to which it is added."""
-    if one not in known:
-        known.append(one)
-    return known.index(one)
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
@@ -478,22 +369,3 @@ def line_of(what: str) -> Iterator[str]:
             yield f"{what} at {Path(file).name}:{frame.f_lineno}"
             return
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
-
-
-def entry_of(root: nn.Module) -> str:
-    """The method that a call of the wrapper leads to: Lightning puts ``training_step`` in the place of ``forward``."""
-    inner = names.unwrap_root(root)[-1]
-    instead = vars(inner).get("forward")
-    closure = inspect.getclosurevars(instead).nonlocals if inspect.isfunction(instead) else {}
-    said = [one for one in closure.values() if isinstance(one, str) and callable(getattr(inner, one, None))]
-    return said[0] if said else "forward"
-
-
-def digest(tensors: dict[str, Tensor]) -> str:
-    """Of keys, kinds and bytes of everything that a call was given; of a generator nothing."""
-    found = hashlib.sha256()
-    for key, one in sorted(tensors.items()):
-        if key != "rng":
-            found.update(repr((key, one.dtype, tuple(one.shape))).encode())
-            found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()

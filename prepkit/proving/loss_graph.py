@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -155,6 +155,12 @@ def operators_of(loss: Tensor, ends: Collection[int]) -> str:
     """Which operators have made it of the model's outputs, and how often: ``NllLossBackward0, DivBackward0 x 2``."""
     found = Counter(node.name() for node in _made_by(loss, ends))
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(found.items()))
+
+
+def given_to(losses: Sequence[Tensor], gradient: Any, ends: Collection[int]) -> bool:
+    """Whether a backward over outputs that begin at these nodes is given their gradients, and starts at no loss."""
+    given = gradient[0] if isinstance(gradient, tuple | list) and gradient else gradient
+    return isinstance(given, Tensor) and given.numel() > 1 and any(made_of(loss, ends) for loss in losses)
 
 
 def made_of(loss: Tensor, ends: Collection[int]) -> bool:

@@ -19,7 +19,7 @@ from prepkit.proving.record_file import Record, read
 from prepkit.proving.replay import MEMORY, Replay, replayed
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
-from prepkit.rules.run.proof_causes import by_hand
+from prepkit.rules.run.proof_causes import by_hand, steps_apart
 
 STAND_IN = "the model returns no loss, and none was given: the mean of its squared outputs stood in for one"
 
@@ -68,7 +68,7 @@ class Proof:
         seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {len(facts.gradients)} gradients"
         failed = [one for one in self.failed if not self.beside or one.where.startswith(f"{self.name}: ")]
         said = "trained as plain torch trains it" if not failed else "trained not as plain torch trains it"
-        if not failed and (not facts.gradients or by_hand(facts)):
+        if not failed and (not facts.gradients or by_hand(facts) or steps_apart(facts)):
             said = "nothing is known of its gradients"
         elif facts.cleared and not facts.wasted:
             said += f"; before it {count(facts.cleared, 'micro-batch')} cleared that train nothing"

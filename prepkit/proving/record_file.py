@@ -87,6 +87,8 @@ class Micro:
     """Over how many elements it is a mean or a sum, as its graph says."""
     meant: tuple[float, ...] = ()
     """Parts of the factor that may be the loss's own, and no number of the run."""
+    given: bool = False
+    """Whether the program gave the backward gradients of its own, as a stage of a pipeline gets them."""
     line: str = ""
     """Where the program went backward; empty: nobody knows."""
     operators: str = ""
@@ -143,6 +145,8 @@ class Disturbed:
     """Lines in which a loss went backward that had done so before."""
     asked: bool = False
     """Whether the program has asked for gradients, and puts them into their places itself."""
+    averages: str = ""
+    """The line of the program that averages weights over ranks, behind this step or another; empty: none was seen."""
 
 
 @frozen(kw_only=True)

@@ -26,24 +26,22 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare
+from prepkit.proving.called import Called, micro_of, place_in
 from prepkit.proving.hooks import (
     Around,
-    Called,
     asked_for,
     evaluating,
     held_parts,
     keep_changed,
     line_of,
-    micro_of,
     other_buffers,
     parameters,
-    place_in,
     shapes,
     transforms,
     with_closure,
     with_gradients,
 )
-from prepkit.proving.loss_graph import lowest_dtype, seed_of, weights_of
+from prepkit.proving.loss_graph import given_to, lowest_dtype, seed_of, weights_of
 from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.steppers import (
     Clipping,
@@ -53,6 +51,7 @@ from prepkit.proving.steppers import (
     holds,
     known_accumulation,
     places,
+    torn,
     trainer_accumulation,
 )
 from prepkit.proving.trace import Tracer, on_calls
@@ -116,7 +115,7 @@ class Recorder:
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
     _clips: Clipping = field(init=False)
-    _around: Around = field(factory=Around, init=False)
+    around: Around = field(factory=Around, init=False)
     _strange: bool = field(default=False, init=False)
     """Whether an optimizer has stepped that holds nothing of any model that was called."""
     transformed: bool = field(default=False, init=False)
@@ -150,10 +149,10 @@ class Recorder:
                 (torch.autograd, "grad", self._asks),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
-                (torch.amp.GradScaler, "scale", self._around.scaled),
+                (torch.amp.GradScaler, "scale", self.around.scaled),
                 (torch.amp.GradScaler, "step", self._tried),
                 *self._clips.places(self._clippable, self._micros),
-                (TokenWindow, "weighed", self._around.weighed),
+                (TokenWindow, "weighed", self.around.weighed),
             )
             for home, name, instead in around:
                 stack.enter_context(around_calls(home, name, instead))
@@ -188,16 +187,16 @@ class Recorder:
             if not other.stepped:
                 self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
         others = [one.root for one in self.family if not one.stepped and one.root is not None]
-        if own := tuple(self._around.own):
+        if own := tuple(self.around.own):
             self.tell(f"the forward itself changes {some(own)}: weights were replayed as they were at the step")
         if elsewhere := self._held.elsewhere(parameters(self.root)):
-            self._around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
+            self.around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
             said = "and has not stepped in this window, which is right where parts train in turn"
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
         for told in bare.in_the_same_place(parameters(self.root), (*self.family[0]._still.values(), *others)):
             self.tell(told)
         engine = engine_of(self.root)
-        scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self._around.scale
+        scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self.around.scale
         clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._held.optimizers
         known = self.accumulation or known_accumulation(self._told, engine, self._micros)
         if engine is not None and clip is None and engine.gradient_clipping():
@@ -224,7 +223,7 @@ class Recorder:
             cut=bool(tensor_parallel(names.sites(self.root))),
             settings=tuple(bare.settings(self.root)),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
-            disturbed=self._around.told(
+            disturbed=self.around.told(
                 self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
             ),
             lines=tuple(self._lines),
@@ -263,7 +262,7 @@ class Recorder:
                 return
             if not mine.isdisjoint(held):
                 one.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
-                one._around.swung = True
+                one.around.swung = True
                 return
         other = Recorder(root=module, when_done=self._ended, lingers=self.lingers, raises=self.raises)
         other.largest, other.family = self.largest, self.family
@@ -273,7 +272,7 @@ class Recorder:
     def _detach(self, *, done: bool) -> None:
         """Forgets a root of which nothing went backward."""
         self._hooked.close()
-        self.root, self.done, self._dtype, self._around.swung = None, done, torch.float64, False
+        self.root, self.done, self._dtype, self.around.swung = None, done, torch.float64, False
         for what in (self._calls, self._tensors, self._limits, self._tracer):
             what.clear()
 
@@ -296,7 +295,7 @@ class Recorder:
         if self.done or self.root is None or not torch.is_grad_enabled():
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
-        self._around.forward(self.root, first=not self._calls)
+        self.around.forward(self.root, first=not self._calls)
         if torch.is_autocast_enabled("cpu"):
             self._dtype = torch.get_autocast_dtype("cpu")
         if self.traces:
@@ -323,8 +322,8 @@ class Recorder:
         self._operators.close()
         if self.done or transforms() or not torch.is_grad_enabled() or not self._calls:
             return
-        self._around.went(self.root)
-        self._calls[-1].ended(output, self._around.adding)
+        self.around.went(self.root)
+        self._calls[-1].ended(output, self.around.adding)
         self._dtype = lowest_dtype(self._calls[-1].ends, self._dtype)
 
     def _backward(self, plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -332,12 +331,12 @@ class Recorder:
         if (inputs := given.get("inputs")) is not None:
             if not (wanted := asked_for(self.root, inputs)):
                 return plain(tensors, *args, **kwargs)
-            self._around.trains_some(self.root, wanted)
+            self.around.trains_some(self.root, wanted)
         if self.done and self._again and not self._stepping:
-            self._around.kept = with_gradients(self.root)
+            self.around.kept = with_gradients(self.root)
             self._over()
-        if self._around.asked and not (self.done or self._stepping):  # that was not what trains
-            self._around.asked = ()
+        if self.around.asked and not (self.done or self._stepping):  # that was not what trains
+            self.around.asked = ()
             self._micros.clear()
             for call in self._calls:
                 call.micro = -1
@@ -348,64 +347,65 @@ class Recorder:
         """Gradients of weights that a program puts into their places itself, unless a backward follows."""
         wanted = asked_for(self.root, inputs)
         given = GRAD.bind(outputs, inputs, *args, **kwargs).arguments
-        instead = self._micros and not (self._around.asked or self.done)
+        instead = self._micros and not (self.around.asked or self.done)
         if self._stepping or given.get("create_graph") or not wanted or instead:
             return plain(outputs, inputs, *args, **kwargs)
         if self.done and self._again:
             self._over()
         if not self.done:
-            self._around.asks(wanted)
+            self.around.asks(wanted)
         return self._goes(partial(plain, outputs, inputs, *args, **kwargs), outputs, given.get("grad_outputs"))
 
     def _goes(self, plain: Callable[[], Any], tensors: Any, gradient: Any) -> Any:
-        """Backward from one loss, or one for each sample."""
-        tensor = tensors[0] if isinstance(tensors, tuple | list) else tensors
-        open_calls, asked = [call for call in self._calls if call.micro < 0], bool(self._around.asked)
-        seed = None if self._stepping or self.done or self._around.going else seed_of(tensor, gradient)
-        if seed is not None and not open_calls and not self._around.again(self.root, tensor, self._calls) and not asked:
-            self._around.past(self.root, tensor, set(), first=not self._micros)
-        if seed is None or not open_calls:  # as in checkpointing too, which goes backward inside a backward
-            return self._around.goes(plain)
+        """Backward from one loss, or one for each sample, or from outputs that are given their gradients."""
+        several = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        tensor, open_calls = several[0], [call for call in self._calls if call.micro < 0]
+        asked, still = bool(self.around.asked), self._stepping or self.done or self.around.going
         ends = {id(end) for call in self._calls for end in call.ends}
-        self._around.backward(self.root, tensor, ends, first=not (self._micros or asked))
-        made = micro_of(tensor, seed, ends, open_calls, self._around.tokens)
+        seed = None if still else seed_of(tensor, gradient)
+        trains = not still and (seed is not None or given_to(several, gradient, ends))
+        if trains and not open_calls and not self.around.again(self.root, tensor, self._calls) and not asked:
+            self.around.past(self.root, tensor, set(), first=not self._micros)
+        if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
+            return self.around.goes(plain)
+        self.around.backward(self.root, tensor, ends, first=not (self._micros or asked))
+        made = micro_of(tensor, seed, ends, open_calls, self.around.tokens)
         if not isfinite(made.loss):
             said = f"the loss of micro-batch {len(self._micros)} is {made.loss} on rank {world().rank}"
-            self._around.unproven, made = said, evolve(made, loss=0.0)
+            self.around.unproven, made = said, evolve(made, loss=0.0)
         like = (made.line, made.operators, {*weights_of(tensor, ends)})
         for call in open_calls:
             call.micro = len(self._micros)
         self._micros.append(evolve(made, like=place_in(self._likes, like)))
-        self._around.tokens = None
+        self.around.tokens = None
         self._lines |= dict.fromkeys(line_of("backward"))
         self._tracer.backward = True
-        result = self._around.goes(plain)
+        result = self.around.goes(plain)
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
-            self._around.past(self.root, tensor, ends, first=False)
-            for call in open_calls:
-                call.micro = -1  # its own may follow
+            self.around.past(self.root, tensor, ends, first=False)
+        for call in open_calls:
+            call.micro = call.micro if call.arrived else -1  # its own may follow
         return result
 
     def _cleared(self, plain: Callable[..., Any], which: Any, *args: Any, **kwargs: Any) -> Any:
         """What was not stepped is no part of this window. ``which``: an optimizer, or a module; of all that trains."""
         result = plain(which, *args, **kwargs)
+        kept = self.around.asked or self.done or self.stepped  # what was asked for lies elsewhere
         if self.done and holds(self.root, which):
             self._ready = self.lingers and not with_gradients(self.root)
-        elif self._around.asked or self.done or self.stepped:  # what was asked for lies elsewhere
-            pass
-        elif holds(self.root, which) and not with_gradients(self.root):
-            self._around.cleared(self._micros)
+        elif not kept and holds(self.root, which) and not with_gradients(self.root):
+            self.around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
-            for what in (self._micros, self._clips.at, self._around.outside, self._around.beside, self._tracer):
+            for what in (self._micros, self._clips.at, self.around.outside, self.around.beside, self._tracer):
                 what.clear()
         return result
 
     def _tried(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = plain(scaler, *args, **kwargs)
         if not (self.done or self.stepped):
-            self._around.tried()
+            self.around.tried()
         return result
 
     def _clippable(self) -> dict[int, nn.Parameter] | None:
@@ -424,7 +424,7 @@ class Recorder:
     def _gradients(self, optimizer: Any) -> None:
         known = self.done and (optimizer in self._held.optimizers or (not self._ready and holds(self.root, optimizer)))
         if known and not self._stepping:
-            self._around.twice = not self._again
+            self.around.twice = not self._again
             self.family[0].when_done()  # what has not stepped by now does not step in this window
         if self.done or self._stepping or self.root is None:
             return
@@ -436,11 +436,12 @@ class Recorder:
             self._shapes = shapes(self.root)
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
-            self._around.steps(self.root)
+            self.around.steps(self.root)
             self._told = trainer_accumulation()
+        self.around.unproven = torn(self._parts, optimizer) or self.around.unproven
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)
-            self._around.tried()
+            self.around.tried()
             return
         self._stepping = True
         self._lines |= dict.fromkeys(line_of("step"))
@@ -448,7 +449,7 @@ class Recorder:
 
     def _idles(self, root: nn.Module, optimizer: Any) -> None:
         """A step over nothing: the second one is all that there is to tell."""
-        if not self.stepped and holds(root, optimizer) and self._around.stepped_nothing(root):
+        if not self.stepped and holds(root, optimizer) and self.around.stepped_nothing(root):
             self._lines |= dict.fromkeys(line_of("step"))
             self._held.optimizers.append(optimizer)
             self._complete()

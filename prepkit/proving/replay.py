@@ -28,6 +28,7 @@ from prepkit.proving.apart import (
     read_again,
     same_draws,
     same_samples,
+    undone_later,
     weight_of,
     weights_apart,
 )
@@ -39,7 +40,10 @@ from prepkit.proving.streamed import Streamed, stub
 from prepkit.ranks.world import world
 
 HALF = ("bfloat16", "float16")
-DISTURBED = ("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted", "asked", "doubled")
+DISTURBED = (
+    *("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted"),
+    *("asked", "doubled", "averages"),
+)
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
 """What rounding in the run's dtype does is measured by two replays: this part of it is allowed beside that. Of what 33
@@ -169,6 +173,7 @@ def replayed(window: Replay) -> ProofFacts:
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
         after_apart=after,
         later=later,
+        undone=tuple(undone_later(records, later)),
         averaged_later=averaged_later(records, tuple(name for name, _ in after), later),
         scales_apart=any(one.head.scale != first.scale for one in records),
         options_apart=options_apart(records),
@@ -213,6 +218,7 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         idle=any(one.idle for one in every),
         asked=any(one.asked for one in every),
         doubled=names_of("doubled"),
+        averages=next((one.averages for one in every if one.averages), ""),
     )
 
 
@@ -421,7 +427,9 @@ def _decay(window: Replay, name: str) -> float:
 def _meant(records: tuple[Record, ...]) -> Iterator[str]:
     every = [micro for record in records for micro in record.head.micros]
     if any(micro.total and micro.tokens is None and not micro.count for micro in every):
-        yield "the loss is a sum that the program divides: by what, is taken as meant"
+        given = any(micro.given for micro in every)
+        what = "a backward was given gradients" if given else "the loss is a sum that the program divides"
+        yield f"{what}: {'what they are' if given else 'by what'}, is taken as meant"
 
 
 def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:

@@ -6,18 +6,21 @@ import runpy
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, told
+from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, everywhere, told
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding
+from prepkit.proving.called import digest
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
-from prepkit.proving.record_file import write
+from prepkit.proving.record_file import Record, write
 from prepkit.proving.recorder import Recorder, TooLarge
 from prepkit.proving.steppers import given_to
 from prepkit.ranks.arrivals import Arrivals, RanksApart
@@ -48,6 +51,12 @@ ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""
 
 
+STAGES = "the ranks hold stages, which were proven one by one: what they send each other was not compared"
+Recorded = tuple[nn.Module, Record]
+"""A model, and what was recorded of it on this rank."""
+AT_END = "the end of its window"
+
+
 class WindowDone(BaseException):
     """Ends the script after its first window; no ``except Exception`` of the script holds it up."""
 
@@ -62,37 +71,52 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
     Raises ``ScriptEnded`` for what the script itself raises before that.
     """
 
-    def end() -> None:
+    def stop() -> None:
         raise WindowDone
+
+    def end() -> None:
+        if arrivals.hands and not mine:  # what this rank does for others behind its window is no part of it
+            mine.extend(_stepped(recorder))
+        arrivals.leaves(AT_END, stop, last=True)
 
     def looked(found: Audit) -> None:
         seen.append(evolve(found, proven=True))
+        for one in recorder.family:
+            one.around.averages = found.facts.window.averages_weights if found.facts.window else ""
 
     def counted(optimizer: Any, *_: Any) -> None:
         steps.extend([None] * any(param.grad is not None for param in given_to(optimizer)))
         if len(steps) >= ENOUGH and not any(one.stepped for one in recorder.family):
             raise WindowDone
 
-    steps: list[None] = []
+    steps, mine = list[None](), list[Recorded]()
     recorder, seen, arrivals = Recorder(when_done=end, traces=keep is not None, lingers=True), list[Audit](), Arrivals()
     hook = register_optimizer_step_post_hook(counted)
     try:
         with recorder.on(), audited_at_first_step(looked, arrivals):
             _run(script, arguments, arrivals)
-        arrivals.meet("the end of its window", last=True)
-        proof = proven_window(recorder, keep)
+        arrivals.meet(AT_END, last=True)
+        arrivals.meet("the proof", last=True)
+        stages = (mine or _stepped(recorder)) if any(world().gather(arrivals.hands)) else None
+        proof = proven_window(recorder, keep) if stages is None else proven_stages(stages, keep)
         if proof is None and steps:
             proof = _unproven(TRANSFORMED if any(one.transformed for one in recorder.family) else UNSEEN)
     except TooLarge as error:
         arrivals.ends(str(error))
         proof = _unproven(str(error))
     except RanksApart as apart:
-        proof = _uneven(str(apart))
+        proof = _left_apart(arrivals, apart)
     finally:
         hook.remove()
-    if proof is None or not seen:
-        return proof
-    return evolve(proof, audit=evolve(seen[0], findings=tuple(untold(seen[0].findings, proof.findings))))
+    if proof is not None and seen:
+        found = everywhere(seen[0]) if arrivals.alone else seen[0]
+        proof = evolve(proof, audit=evolve(found, findings=tuple(untold(found.findings, proof.findings))))
+    arrivals.lets_go()
+    return proof
+
+
+def _left_apart(arrivals: Arrivals, apart: RanksApart) -> Proof:
+    return _unproven(f"ranks send each other tensors. {apart}") if arrivals.hands else _uneven(str(apart))
 
 
 def untold(audited: Iterable[Finding], proven: Iterable[Finding]) -> Iterator[Finding]:
@@ -122,31 +146,75 @@ def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:
         raise ScriptEnded(told(script, error)) from error
 
 
+def _stepped(recorder: Recorder) -> list[Recorded]:
+    """Every model that was stepped, with what was recorded of it."""
+    stepped = [(one.root, one.record()) for one in recorder.family if one.root is not None and one.stepped]
+    return [(root, Record(record.head, dict(record.tensors))) for root, record in stepped]
+
+
 def proven_window(recorder: Recorder, keep: str | None) -> Proof | None:
     """Rank 0's proof on every rank, of each model that was stepped; None where none was. Collective.
 
     ``keep``: a folder that the records are left in.
     """
-    mine = [one for one in recorder.family if one.root is not None and one.stepped]
-    every = world().gather([type(one.root).__name__ for one in mine])
+    return _proven(_stepped(recorder), keep)
+
+
+def proven_stages(mine: list[Recorded], keep: str | None) -> Proof | None:
+    """The same of ranks that send each other tensors, and so may hold a stage of a pipeline each. Collective.
+
+    Ranks that begin with the same weights are proven together, those of other stages by themselves.
+    """
+    weights = [
+        {key: one for key, one in record.tensors.items() if key.startswith(("weight/", "buffer/"))}
+        for _, record in mine
+    ]
+    every = world().gather([(type(root).__name__, digest(one)) for (root, _), one in zip(mine, weights, strict=True)])
+    stages = [one[0] for one in every if len(one) == 1]
+    if len(stages) < len(every) or len(set(stages)) == 1:
+        return _proven(mine, keep)
+    ((root, record),) = mine
+    mates = [rank for rank, one in enumerate(stages) if one == stages[world().rank]]
+    with _folder(keep) as folder:
+        home = folder / f"stage-{mates[0]}"
+        head = evolve(
+            record.head, rank=mates.index(world().rank), world=len(mates), limits=(*record.head.limits, STAGES)
+        )
+        write(Record(head, record.tensors), home)
+        world().meet()
+        each = world().gather(prove_records(root, home) if mates[0] == world().rank else None)
+        firsts = [rank for rank, one in enumerate(each) if one is not None]
+        return joined(
+            [f"{stages[rank][0]} of rank {rank}" for rank in firsts], [one for one in each if one is not None]
+        )
+
+
+@contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    """Rank 0's folder for records, which goes unless it is to be kept. Collective."""
+    made = keep or (tempfile.mkdtemp(prefix="prepkit-proof-") if world().is_first else "")
+    folder = Path(world().from_first(made))
+    try:
+        yield folder
+    finally:
+        if world().is_first and keep is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _proven(mine: list[Recorded], keep: str | None) -> Proof | None:
+    every = world().gather([type(root).__name__ for root, _ in mine])
     if not any(every):
         return None
     if any(one != every[0] for one in every):
         said = "; ".join(f"{', '.join(one) or 'nothing'} on rank {rank}" for rank, one in enumerate(every))
         return _unproven(f"the ranks had stepped different models when the first of them was done: {said}")
-    made = keep or (tempfile.mkdtemp(prefix="prepkit-proof-") if world().is_first else "")
-    folder = Path(world().from_first(made))
-    try:
+    with _folder(keep) as folder:
         homes = [folder, *(folder / f"beside-{at}" for at in range(1, len(mine)))]
-        for one, home in zip(mine, homes, strict=True):
-            write(one.record(), home)
+        for (_, record), home in zip(mine, homes, strict=True):
+            write(record, home)
         world().meet()
-        roots = [one.root for one in mine if one.root is not None and world().is_first]
-        proofs = [prove_records(root, home) for root, home in zip(roots, homes, strict=False)]
+        proofs = [prove_records(root, home) for (root, _), home in zip(mine, homes, strict=True) if world().is_first]
         return world().from_first(joined(every[0], proofs) if world().is_first else None)
-    finally:
-        if world().is_first and keep is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _uneven(why: str) -> Proof:

@@ -85,19 +85,36 @@ def holds(root: nn.Module | None, which: Any) -> bool:
     return any(id(param) in mine for param in held)
 
 
+def _rows(optimizer: Any) -> list[tuple[int, int, int, Any]]:
+    """Where each tensor that it steps lies in memory: begin, end, group, and the tensor."""
+    held = [(group, param) for group, options in enumerate(optimizer.param_groups) for param in options["params"]]
+    begins = [local(param).data_ptr() for _, param in held]
+    ends = [
+        begin + local(one).numel() * local(one).element_size() for begin, (_, one) in zip(begins, held, strict=True)
+    ]
+    return [(*lies, *one) for *lies, one in zip(begins, ends, held, strict=True)]
+
+
+def torn(known: Mapping[str, Part], optimizer: Any) -> str:
+    """Say which parameter it steps a part of alone, as where it steps a piece of a flat buffer; empty: none."""
+    rows = _rows(optimizer)
+    for name, part in known.items():
+        first = part.values.data_ptr()
+        last = first + part.values.numel() * part.values.element_size()
+        if any(first < end and begin < last and not (begin <= first and last <= end) for begin, end, _, _ in rows):
+            return f"an optimizer steps a part of {name}, as a piece of a flat buffer: no gradient is that of it alone"
+    return ""
+
+
 def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, Any, int]]:
     """Of each parameter that it holds: the group, the tensor that is stepped, and where in it the part begins."""
     found: dict[str, tuple[int, Any, int]] = {}
-    rows = [
-        (local(param).data_ptr(), local(param).numel() * local(param).element_size(), group, param)
-        for group, options in enumerate(optimizer.param_groups)
-        for param in options["params"]
-    ]
+    rows = _rows(optimizer)
     for name, part in known.items():
-        values = part.values
-        for begin, nbytes, group, param in rows:
-            if values.numel() and begin <= values.data_ptr() < begin + nbytes:
-                found[name] = (group, param, (values.data_ptr() - begin) // values.element_size())
+        first, nbytes = part.values.data_ptr(), part.values.numel() * part.values.element_size()
+        for begin, end, group, param in rows:
+            if nbytes and begin <= first and first + nbytes <= end:
+                found[name] = (group, param, (first - begin) // part.values.element_size())
                 break
     return found
 

@@ -2,6 +2,9 @@
 
 No collective is called before all are there, so that nobody is caught in one that another rank answers otherwise. What
 each rank has done so far stands in the store of the script's own process group.
+
+Ranks that send each other tensors come to a place one after the other, as the stages of a pipeline do: whoever waits
+for one that waits for a tensor goes on, and one that has come to its end goes on until all have.
 """
 
 from __future__ import annotations
@@ -10,14 +13,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from threading import Thread
+from typing import Any
 
-from attrs import define, field, frozen
+from attrs import astuple, define, evolve, field, frozen
+from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but not exported for checkers
 from torch.distributed.distributed_c10d import _get_default_store  # torch has no public door to it
 
 from prepkit.findings.text import count, spans
+from prepkit.ranks import end_groups
 from prepkit.ranks.peers import Peers
 from prepkit.ranks.within import PatientStore, pause
 from prepkit.ranks.world import world
@@ -29,7 +36,7 @@ STILL_S = 120.0
 AHEAD_S = 30.0
 """The same of a rank that has done more than this one, and so may wait for it in a collective."""
 LOOK_S = 1.0
-"""Seconds between two looks at what the others do."""
+"""Seconds between two looks at what the others do, and after which who waits for a tensor says so."""
 ANSWER_S = 30.0
 """Seconds that the store may take."""
 VERDICT = "verdict"
@@ -47,6 +54,8 @@ class Reached:
     backwards: int = 0
     ended: str = ""
     """How its script has come to an end; empty: it goes on."""
+    waits: bool = False
+    """Whether it waits for another rank to send or to take a tensor."""
 
 
 @define
@@ -54,21 +63,30 @@ class Arrivals:
     """One rank among the others, from its first call or backward on in a process group that carries data."""
 
     done: Reached = field(factory=Reached, init=False)
+    hands: bool = field(default=False, init=False)
+    """Whether this rank has sent a tensor to one rank, or got one from it."""
+    alone: bool = field(default=False, init=False)
+    """Whether ``together`` has said that the others do not come."""
+    _waiting: list[Thread] = field(factory=list, init=False)
+    """Those in which this rank waits for another one."""
+    _leaving: tuple[str, Callable[[], object]] | None = field(default=None, init=False)
     _peers: Peers | None = field(default=None, init=False)
     _process: int = field(factory=os.getpid, init=False)
     """A loader's worker, which calls modules too, is none of the ranks."""
 
     def calls(self) -> None:
         """Take note of a call of a model."""
-        self._tell(Reached(self.done.calls + 1, self.done.backwards, self.done.ended))
+        self._tell(evolve(self.done, calls=self.done.calls + 1))
+        self._looks()
 
     def goes_backward(self) -> None:
         """Take note of a backward that begins."""
-        self._tell(Reached(self.done.calls, self.done.backwards + 1, self.done.ended))
+        self._tell(evolve(self.done, backwards=self.done.backwards + 1))
+        self._looks()
 
     def ends(self, how: str) -> None:
         """The script of this rank has come to an end, or to something that ends it."""
-        self._tell(Reached(self.done.calls, self.done.backwards, how))
+        self._tell(evolve(self.done, ended=how))
 
     def _tell(self, done: Reached) -> None:
         if os.getpid() != self._process:
@@ -76,7 +94,7 @@ class Arrivals:
         self.done = done
         if (peers := self._joined()) is not None:
             with suppress(RuntimeError):  # the store has gone with the rank that serves it
-                peers.store.set(f"done/{peers.rank}", json.dumps([done.calls, done.backwards, done.ended]))
+                peers.store.set(f"done/{peers.rank}", json.dumps(astuple(done)))
 
     def _joined(self) -> Peers | None:
         ranks = world()
@@ -85,6 +103,76 @@ class Arrivals:
             self._peers = Peers(PatientStore(store, ANSWER_S), ranks.rank, ranks.size)
             self._peers.sign()
         return self._peers
+
+    def handed(self, work: Any, tensor: Tensor) -> Any:
+        """Take note of a tensor that goes to one rank or comes from it; what is waited with, on a CPU."""
+        self.hands = True
+        return work if work is None or tensor.device.type != "cpu" else Handed(work, self)
+
+    def until(self, waiting: Thread) -> None:
+        """Return when a thread that waits for another rank has ended.
+
+        It may never. Raises what ``leaves`` was given once all ranks have left, and ``RanksApart`` as ``meet``.
+        """
+        self._waiting = [*filter(Thread.is_alive, self._waiting), waiting]
+        began = look = time.monotonic()
+        while waiting.is_alive():
+            waiting.join(pause(time.monotonic() - began))
+            self._looks()
+            if time.monotonic() > look + LOOK_S:
+                look = time.monotonic()
+                if not self.done.waits:
+                    self._tell(evolve(self.done, waits=True))
+                if said := self.verdict():
+                    raise RanksApart(said)
+        if self.done.waits:
+            self._tell(evolve(self.done, waits=False))
+
+    def leaves(self, place: str, stop: Callable[[], object], *, last: bool = False) -> None:
+        """Come to a place from which nothing more is looked at, and call ``stop`` there, which raises.
+
+        Where the others wait for a tensor this rank goes on, and stops when all have come.
+        """
+        if not self.hands or self._leaving is not None or (peers := self._joined()) is None:
+            self._looks() if self._leaving is not None else stop()
+            return
+        missing = self._wait(peers, place, last=last, goes_on=True)
+        if missing and (said := self.verdict()):
+            raise RanksApart(said)
+        self._leaving = place, stop
+        self._looks()
+
+    def _looks(self) -> None:
+        if self._leaving is not None and (peers := self._joined()) is not None:
+            place, stop = self._leaving
+            if peers.store.check([f"{place}/{rank}" for rank in range(peers.world)]):
+                self._leaving = None
+                stop()
+
+    def lets_go(self) -> None:
+        """End the group where ranks have sent each other tensors, so that nobody waits for one when the process ends.
+
+        Every rank calls it, once it needs no other.
+        """
+        if self.hands and world().running and "nccl" not in world().backend:
+            end_groups.disconnect(None)
+            for thread in self._waiting:
+                thread.join(ANSWER_S)
+
+    def together(self, place: str) -> bool:
+        """Return whether every rank is here, as ``meet``; False where the others wait for this one to go on.
+
+        All ranks get one answer, also those that come later.
+        """
+        if not self.hands or (peers := self._joined()) is None:
+            self.meet(place)
+            return True
+        missing = self._wait(peers, place, last=False, goes_on=True)
+        if missing and (said := self.verdict()):
+            raise RanksApart(said)
+        peers.store.compare_set(f"how {place}", "", "alone" if missing else "together")
+        self.alone = peers.store.get(f"how {place}") == "alone"
+        return not self.alone
 
     def meet(self, place: str, *, last: bool = False) -> None:
         """Return when every rank is here. ``place``: such as ``its first step``. ``last``: an ended script comes too.
@@ -100,20 +188,25 @@ class Arrivals:
         if missing:
             raise RanksApart(self.verdict())
 
-    def _wait(self, peers: Peers, place: str, *, last: bool) -> list[int]:
-        """Until all are there; else the ranks that were not when some were given up."""
+    def _wait(self, peers: Peers, place: str, *, last: bool, goes_on: bool = False) -> list[int]:
+        """Until all are there; else the ranks that were not when some were given up.
+
+        ``goes_on``: or when all of those wait for a tensor, or one has gone on before.
+        """
         store, began = peers.store, time.monotonic()
         seen: dict[int, tuple[Reached, float]] = {}
         store.set(f"{place}/{peers.rank}", "here")
         look, said = began, False
         while missing := [one for one in range(peers.world) if not store.check([f"{place}/{one}"])]:
-            if store.check([VERDICT]):
+            if store.check([VERDICT]) or (goes_on and store.check([f"how {place}"])):
                 break
             if (now := time.monotonic()) > look:
                 look = now + LOOK_S
                 for one in missing:
                     done = _read(peers, one)
                     seen[one] = (done, now) if one not in seen or seen[one][0] != done else seen[one]
+                if goes_on and all(seen[one][0].waits for one in missing):
+                    break
                 if not said and now > began + SAID_S:
                     said = True
                     sys.stderr.write(f"prepkit: {self._where(place, missing, seen)}; waiting\n")
@@ -150,6 +243,35 @@ class Arrivals:
         each = [f"rank {one} {_said(done)}" for one, done in {**known, rank: self.done}.items()]
         who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {spans(tuple(missing))} have"
         return f"Rank {rank} has come to {place}, and {who} not: {', '.join(each)}"
+
+
+@define(eq=False)
+class Handed:
+    """A tensor under way between two ranks, in the place of torch's ``Work``: who waits for it looks up meanwhile."""
+
+    work: Any
+    arrivals: Arrivals
+
+    def wait(self, *given: Any, **named: Any) -> Any:
+        """As of ``Work``. Raises what it raises."""
+        answer: list[Any] = []
+
+        def waits() -> None:
+            try:
+                answer.extend((self.work.wait(*given, **named), None))
+            except BaseException as error:  # which is raised where the program waits
+                answer.extend((None, error))
+
+        thread = Thread(target=waits, daemon=True)
+        thread.start()
+        self.arrivals.until(thread)
+        result, error = answer
+        if error is not None:
+            raise error
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
 
 
 def _said(done: Reached) -> str:

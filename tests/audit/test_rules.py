@@ -258,6 +258,14 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.ranks-values": later(parted=NAMES[:1]),
     "run.nan": later(course=CourseFacts(not_finite=NAMES[:1])),
     "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "fsdp1")),)),
+    "run.maybe-averaged": evolve(
+        FINE,
+        params=tuple(evolve(param, averaged_by=(), ranks=1) for param in FINE.params),
+        gradients=GradientFacts(
+            stepped=len(NAMES), compared=(NAMES[0], *NAMES[2:]), parted=NAMES[:1] + NAMES[2:3], divided=NAMES[1:2]
+        ),
+        window=WindowFacts(communicates="train.py:9", cut=NAMES[:1], averages_weights="train.py:19"),
+    ),
 }
 """Another way to break what a rule is about."""
 

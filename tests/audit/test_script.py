@@ -248,3 +248,285 @@ def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
 
     assert "not by train.py: report it, please" in told("train.py", failing())
     assert "train.py raised before its first optimizer step" in told("train.py", ValueError("mine"))
+
+
+HAND = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+draws = torch.Generator().manual_seed(rank)
+data = [(torch.randn(6, 8, generator=draws), torch.randint(4, (6,), generator=draws)) for _ in range(3)]
+alike = torch.Generator().manual_seed(7)
+same = [(torch.randn(6, 8, generator=alike), torch.randint(4, (6,), generator=alike)) for _ in range(3)]
+"""
+
+STAGES = f"""{HAND}
+layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+stage = nn.Sequential(*(layers[:2] if rank == 0 else layers[2:]))
+del layers
+optimizer = torch.optim.AdamW(stage.parameters())
+for x, y in same:
+    optimizer.zero_grad()
+    if rank == 0:
+        outputs, work = [], []
+        for part in x.chunk(3):
+            outputs.append(stage(part))
+            work.append(dist.isend(outputs[-1].detach(), 1))
+        for one in outputs:
+            grad = torch.empty_like(one)
+            dist.recv(grad, 1)
+            one.backward(grad)
+        optimizer.step()
+    else:
+        given, losses, work = [], [], []
+        for part in y.chunk(3):
+            given.append(torch.empty(2, 16))
+            dist.recv(given[-1], 0)
+            losses.append(functional.cross_entropy(stage(given[-1].requires_grad_()), part) / 3)
+        for one, loss in zip(given, losses):
+            loss.backward()
+            work.append(dist.isend(one.grad, 0))
+        optimizer.step()
+    for one in work:
+        one.wait()
+"""
+LATE = STAGES.replace(
+    "            work.append(dist.isend(one.grad, 0))\n        optimizer.step()\n", "        optimizer.step()\n"
+)
+LATE = LATE.replace(
+    "    for one in work:", "        work = [dist.isend(one.grad, 0) for one in given]\n    for one in work:"
+)
+EQUAL = STAGES.replace("(8, 16)", "(8, 8)").replace("(16, 16)", "(8, 4)").replace(", nn.Tanh(), nn.Linear(16, 4)]", "]")
+EQUAL = EQUAL.replace("nn.Linear(8, 4)", "nn.Linear(8, 8)").replace("(2, 16)", "(2, 8)")
+
+CUT = f"""{HAND}
+class Enters(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+class Leaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+class Cut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        torch.manual_seed(1 + rank)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        nn.init.zeros_(self.up.bias)
+    def forward(self, x):
+        x = self.enter(x)
+        return self.head(x + Leaves.apply(self.down(torch.relu(self.up(Enters.apply(x))))))
+model = Cut()
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in same:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+EXPERTS = f"""{HAND}
+class Sent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        got = torch.empty_like(x)
+        dist.all_to_all_single(got, x.contiguous())
+        return got
+    @staticmethod
+    def backward(ctx, grad):
+        got = torch.empty_like(grad)
+        dist.all_to_all_single(got, grad.contiguous())
+        return got
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        torch.manual_seed(1 + rank)
+        self.expert = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    def forward(self, x):
+        x = self.enter(x)
+        return self.head(x + Sent.apply(self.expert(Sent.apply(x))))
+model = Experts()
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in data:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    for name, param in model.named_parameters():
+        if not name.startswith("expert"):
+            dist.all_reduce(param.grad)
+        param.grad /= world
+    optimizer.step()
+"""
+OWNERS = f"""{HAND}
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+owner = {{param: at % world for at, param in enumerate(model.parameters())}}
+optimizer = torch.optim.AdamW([param for param in owner if owner[param] == rank])
+for x, y in data:
+    functional.cross_entropy(model(x), y).backward()
+    for param in owner:
+        dist.reduce(param.grad, owner[param])
+        param.grad = param.grad / world if owner[param] == rank else None
+    optimizer.step()
+    for param in owner:
+        dist.broadcast(param.data, owner[param])
+        param.grad = None
+"""
+LOCAL = f"""{HAND}
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+def average():
+    for param in model.parameters():
+        dist.all_reduce(param.data)
+        param.data /= world
+for at, (x, y) in enumerate(data):
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    average()
+"""
+FLAT = f"""{HAND}
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+nn.utils.vector_to_parameters(flat, model.parameters())
+half = flat.numel() // world
+piece = nn.Parameter(flat[rank * half : (rank + 1) * half])
+optimizer = torch.optim.AdamW([piece])
+for x, y in data:
+    model.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    grads = torch.cat([param.grad.reshape(-1) for param in model.parameters()])
+    dist.all_reduce(grads)
+    piece.grad = grads[rank * half : (rank + 1) * half] / world
+    optimizer.step()
+    pieces = [torch.empty(half) for _ in range(world)]
+    dist.all_gather(pieces, piece.data)
+    flat.copy_(torch.cat(pieces))
+"""
+OF_TORCH = f"""{HAND}
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+stage = nn.Sequential(*(layers[:2] if rank == 0 else layers[2:]))
+del layers
+optimizer = torch.optim.AdamW(stage.parameters())
+held = PipelineStage(stage, rank, 2, torch.device("cpu"))
+schedule = ScheduleGPipe(held, n_microbatches=3, loss_fn=functional.cross_entropy)
+for x, y in same:
+    optimizer.zero_grad()
+    schedule.step(x) if rank == 0 else schedule.step(target=y, losses=[])
+    optimizer.step()
+"""
+SEEDED_APART = "torch.manual_seed(0)", "torch.manual_seed(rank)"
+
+RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
+    "stages": (STAGES, "of rank 1: proof of 1 x 3 micro-batches in float32, 4 gradients, 4 steps: trained as plain"),
+    "stages of one shape": (EQUAL, "of rank 1: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: trained"),
+    "a stage that steps before it answers": (LATE, "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients"),
+    "a layer that is cut": (CUT, "the model calls a collective of its own (c10d::allreduce_)"),
+    "experts": (EXPERTS, "the model calls a collective of its own (c10d::alltoall_base_)"),
+    "owners of parts": (
+        OWNERS,
+        "proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain torch",
+    ),
+    "pieces of a flat buffer": (FLAT, "prove.unproven at proof: an optimizer steps a part of 0.weight, as a piece"),
+    "stages of torch's own": (
+        OF_TORCH,
+        "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: train",
+    ),
+    "weights that are averaged": (LOCAL, "nothing is known of its gradients\nnote prove.limit at proof: Each rank has"),
+    "weights that are averaged at times": (
+        LOCAL.replace("    average()\n", "    if at % 3 == 2:\n        average()\n"),
+        "averages weights behind another step, as it seems (train.py:",
+    ),
+}
+"""Each with what its proof says."""
+WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {
+    "a stage that does not divide": (STAGES.replace(" / 3)", ")"), True, "prove.accumulation at Sequential of rank 1"),
+    "a stage that clears nothing": (
+        STAGES.replace("    optimizer.zero_grad()", "    if rank == 1: optimizer.zero_grad()"),
+        True,
+        "prove.left-over at Sequential of rank 0",
+    ),
+    "replicas that are seeded apart": (
+        LOCAL.replace(*SEEDED_APART).replace("    average()\n", ""),
+        False,
+        "run.ranks-values at model.0.weight: Every rank holds 4 tensors",
+    ),
+    "layers beside a cut one whose gradients are parts": (
+        CUT.replace("        dist.all_reduce(grad)\n", ""),
+        False,
+        "run.not-averaged at model.enter.weight: Nobody averages 2 of 7 trained parameters: `enter.weight`, ",
+    ),
+    "layers beside experts that nobody averages": (
+        EXPERTS.replace("            dist.all_reduce(param.grad)\n", "            pass\n"),
+        False,
+        "run.not-averaged at model.enter.weight: Nobody averages 4 of 10 trained parameters: `enter.weight`",
+    ),
+    "owners that reduce nothing": (
+        OWNERS.replace("        dist.reduce(param.grad, owner[param])\n", ""),
+        True,
+        "prove.not-averaged at model.0.weight: The gradients of 2 of 4 parameters",
+    ),
+    "gradients that another rank has": (
+        OWNERS.replace("if owner[param] == rank else None", "if owner[param] != rank else None"),
+        False,
+        "run.gradients-on-some-ranks at model.0.weight",
+    ),
+    "owners that send nothing": (
+        OWNERS.replace("        dist.broadcast(param.data, owner[param])\n", ""),
+        True,
+        "prove.after-apart at model.0.weight: Rank 1 has other weights",
+    ),
+    "parts that a rank sends and does not step": (
+        OWNERS.replace("dist.broadcast(param.data, owner[param])", "dist.broadcast(param.data, 0)"),
+        True,
+        "prove.not-stepped at model.0.bias: Rank 1 has stepped 2 parameters that are behind the step as they were",
+    ),
+    "weights of rank 0 behind each step": (
+        LOCAL.replace("dist.all_reduce(param.data)", "dist.broadcast(param.data, 0)").replace("/= world", "/= 1"),
+        True,
+        "prove.not-averaged at gradients: All gradients are each rank's own",
+    ),
+    "an average of weights that nobody calls": (
+        LOCAL.replace("    average()\n", ""),
+        False,
+        "run.not-averaged at model: 2 ranks run, and nothing averages the gradients",
+    ),
+    "an average of weights before the loop alone": (
+        LOCAL.replace("    average()\n", "").replace("for at, (x", "average()\nfor at, (x"),
+        True,
+        "prove.not-averaged at gradients: All gradients are each rank's own",
+    ),
+}
+"""Each with whether it takes a proof, and what is said."""
+
+
+@pytest.mark.parametrize("name", RIGHT_BY_HAND)
+def test_what_is_divided_over_ranks_by_hand_has_no_finding_above_a_note(run: Auditor, name: str) -> None:
+    text, said = RIGHT_BY_HAND[name]
+    code, out, err = run(text, "train.py", world=2)
+    assert (code, "error" in out, "warning" in out) == (0, False, False), (out, err)
+    code, out, err = run(text, "--prove", "train.py", world=2)
+    assert (code, "error" in out) == (0, False), (out, err)
+    assert said in out
+    assert "warning" not in out or "prove.unproven" in out
+
+
+@pytest.mark.parametrize("name", WRONG_BY_HAND)
+def test_what_is_divided_wrongly_by_hand_is_an_error(run: Auditor, name: str) -> None:
+    text, prove, said = WRONG_BY_HAND[name]
+    code, out, err = run(text, *["--prove"] * prove, "train.py", world=2)
+    assert code == 1, (out, err)
+    assert f"error {said}" in out

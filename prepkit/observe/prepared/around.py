@@ -7,7 +7,7 @@ import gc
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
@@ -33,6 +33,78 @@ def averages_by_hand() -> str:
                     return f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         frame = frame.f_back
     return ""
+
+
+def averages_weights(reduced: Container[str]) -> str:
+    """The line of the caller's files that all-reduces parameters themselves, as local SGD does; empty: there is none.
+
+    ``torch.distributed.algorithms.model_averaging`` counts too; what is summed of gradients does not, nor does a
+    function that nobody calls. ``reduced``: lines that have run before the first step, as to begin alike.
+    """
+    own = [one for one in frames_above(__file__) if not _foreign(one.f_code.co_filename)]
+    imported = (code.co_filename for one in own for code in _of_module(one.f_globals))
+    trees = {file: _parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
+    called = {_name(one) for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    for file, tree in trees.items():
+        functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
+        idle = {id(one) for function in functions for one in ast.walk(function)}
+        for call in _averaged_weights(tree):
+            if id(call) not in idle and (line := f"{Path(file).name}:{call.lineno}") not in reduced:
+                return line
+    return ""
+
+
+def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yield calls that average what a loop over parameters gives, or one vector of them all."""
+    every = list(ast.walk(tree))
+    rows = {
+        ast.unparse(one.targets[0]) for one in every if isinstance(one, ast.Assign) and _weights(one.value, "_to_v")
+    }
+    for node in every:
+        loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
+        over = [one.target for one in loops if _weights(one.iter, "param") or _weights(one.iter, "state_dict")]
+        names = {one.id for target in over for one in ast.walk(target) if isinstance(one, ast.Name)}
+        inside = ast.walk(node) if names else [node]
+        for one in inside:
+            if isinstance(one, ast.Call) and _name(one) == "average_parameters":
+                yield one
+            elif isinstance(one, ast.Call) and _name(one) == "all_reduce" and one.args:
+                given = ast.unparse(one.args[0])
+                if re.split(r"\W", given)[0] in names | rows and "grad" not in given:
+                    yield one
+
+
+def _weights(node: ast.AST, word: str) -> bool:
+    """Return whether an expression says that it is about parameters, and not about their gradients."""
+    text = ast.unparse(node)
+    return word in text and "grad" not in text.replace("requires_grad", "")
+
+
+def _name(call: ast.Call) -> str:
+    return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
+
+
+def _parsed(file: str) -> ast.AST:
+    """Of what is no file of Python, or is gone, an empty module."""
+    try:
+        return ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def frames_above(file: str) -> Iterator[FrameType]:
+    """Yield the frames of this thread, the innermost first, but for those of a file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename not in (file, __file__):
+            yield frame
+        frame = frame.f_back
+
+
+def line_of_program(frames: Iterable[FrameType]) -> str:
+    """The innermost line that is neither of a library nor of prepkit: ``train.py:31``; empty: there is none."""
+    found = (one for one in frames if not _foreign(one.f_code.co_filename))
+    return next((f"{Path(one.f_code.co_filename).name}:{one.f_lineno}" for one in found), "")
 
 
 def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
@@ -82,10 +154,7 @@ def _is(value: nn.Module, root: nn.Module) -> bool:
 
 def _calls_of(method: str, file: str) -> Iterator[ast.Call]:
     """Yield calls of a method in a file, but inside a ``with`` that gathers parameters."""
-    try:
-        waiting: list[ast.AST] = [ast.parse(Path(file).read_text(encoding="utf-8"))]
-    except (OSError, SyntaxError, ValueError):
-        return
+    waiting = [_parsed(file)]
     while waiting:
         node = waiting.pop(0)
         if isinstance(node, ast.With) and any(_GATHERS.search(ast.unparse(one.context_expr)) for one in node.items):

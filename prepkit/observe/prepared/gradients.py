@@ -1,6 +1,6 @@
 """Gradients as an optimizer is about to step them: one look and one verdict, for the audit and for the first step.
 
-Each gradient is six numbers on a rank. How they travel is the caller's affair: the loop sends the smallest and the
+Each gradient is seven numbers on a rank. How they travel is the caller's affair: the loop sends the smallest and the
 largest over the ranks with its one exchange, the audit those of every rank with its own.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
@@ -28,8 +28,9 @@ from prepkit.ranks.world import ranks_of, world
 TOLERANCE = 1e-2
 """Relative difference between gradients of replicas that sums in another order may make."""
 
-NUMBERS = 6
-"""Of each gradient: missing, there, not finite, misplaced, its largest absolute value, and its ``tilt``."""
+NUMBERS = 7
+"""Of each gradient: missing, there, not finite, misplaced, its largest absolute value, its ``tilt``, and whether this
+rank steps the parameter."""
 
 _WHOLE = frozenset({"ddp", "hook"})
 """What averages a gradient and leaves it whole on every rank."""
@@ -118,22 +119,33 @@ def rows(looked: Sequence[Gradient]) -> Tensor:
         found[4, seen], found[5, seen] = largest.nan_to_num(0, 0, 0), tilt.nan_to_num(0, 0, 0)
     found[0] = torch.tensor([float(one.missing) for one in looked])
     found[3] = torch.tensor([float(one.misplaced) for one in looked])
+    found[6] = torch.tensor([float(one.optimizer is not None) for one in looked])
     return found
 
 
 def told(looked: Sequence[Gradient]) -> dict[str, list[float]]:
-    """Name to the six numbers, as they are gathered."""
+    """Name to its numbers, as they are gathered."""
     return dict(zip((one.name for one in looked), rows(looked).T.tolist(), strict=True))
 
 
 def judged_alike(
     looked: Sequence[Gradient], model: Module, everyone: Sequence[dict[str, list[float]]], *, scaled: bool
 ) -> GradientFacts:
-    """As ``judged``, from what every rank has told. What one of them does not train is compared with nothing."""
+    """As ``judged``, from what every rank has told. What one of them does not train is compared with nothing.
+
+    Where some ranks step a parameter and others do not, as where each owns a part of the optimizer, gradients count on
+    those that step it alone.
+    """
     absent = [0.0] * NUMBERS
     table = torch.tensor([[own.get(one.name, absent) for one in looked] for own in everyone])
     table = table.reshape(len(everyone), len(looked), NUMBERS).transpose(1, 2)
-    common = frozenset(one.name for one in looked if all(one.name in own for own in everyone))
+    steps = table[:, 6]
+    divided = steps.amin(0) < steps.amax(0)
+    table[:, 0] *= torch.where(divided, steps, torch.ones_like(steps))
+    own = rows(looked)
+    own[0] *= torch.where(divided, own[6], torch.ones_like(own[6]))
+    apart = _named(looked, divided)
+    common = frozenset(one.name for one in looked if all(one.name in told for told in everyone)) - set(apart)
 
     def spread(group: Any, _: Tensor) -> tuple[Tensor, Tensor]:
         ranks = ranks_of(group)
@@ -142,7 +154,7 @@ def judged_alike(
 
     found = [*replicas(model), (None, _bare(model))]  # which somebody may have averaged by hand
     groups = [(group, alike & common) for group, alike in found] if len(everyone) > 1 else []
-    return judged(looked, rows(looked), model, groups, spread, scaled=scaled)
+    return evolve(judged(looked, own, model, groups, spread, scaled=scaled), divided=apart)
 
 
 def judged(
@@ -161,7 +173,7 @@ def judged(
     expected, and the scaler's affair. Collective where replicas are some of the ranks, which tell the others.
     """
     _, most = spread(None, own)
-    missing, there, spoiled, misplaced, largest, _ = most.reshape(NUMBERS, -1)
+    missing, there, spoiled, misplaced, largest, _, _ = most.reshape(NUMBERS, -1)
     some = missing * there if reduced else missing * 0
     far = torch.zeros(len(looked), dtype=torch.bool)
     compared: set[str] = set()
@@ -215,7 +227,7 @@ def _far(least: Tensor, most: Tensor) -> Tensor:
     n elements that are each off by a share of the largest make a sum that is off by the root of n times as much.
     """
     low, high = least.reshape(NUMBERS, -1), most.reshape(NUMBERS, -1)
-    return ((high - low)[4:] > TOLERANCE * high[4]).any(dim=0)
+    return ((high - low)[4:6] > TOLERANCE * high[4]).any(dim=0)
 
 
 def _named(looked: Sequence[Gradient], row: Tensor) -> tuple[str, ...]:

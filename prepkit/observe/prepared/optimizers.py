@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
 from prepkit.findings.text import spans
 from prepkit.objects.deepspeed import stepped
-from prepkit.objects.names import known_bases
+from prepkit.objects.names import known_bases, named_parameters
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared import fabric, optimizer_state
 
@@ -61,17 +61,38 @@ def prepared_optimizer(given: Any, model: nn.Module, first: dict[int, str], *, s
         return PreparedOptimizer(name=type(optimizer).__name__, held=held, engine=True, **_rates(optimizer))
     slots = [param for group in optimizer.param_groups for param in group["params"]]
     here = {id(param) for param in slots}
+    beneath = [name for slot in slots if id(slot) not in first for name in lent(slot, model)]
     known = getattr(optimizer, "state", {}) if state else {}
     return PreparedOptimizer(
         name=type(optimizer).__name__,
-        held=tuple(first[id(param)] for param in slots if id(param) in first),
-        orphans=tuple(tuple(param.shape) for param in slots if id(param) not in first and param.requires_grad),
+        held=tuple(dict.fromkeys((*(first[id(param)] for param in slots if id(param) in first), *beneath))),
+        orphans=tuple(
+            tuple(param.shape)
+            for param in slots
+            if id(param) not in first and param.requires_grad and not lent(param, model)
+        ),
         lost=sum(bool(value) and isinstance(key, nn.Parameter) and id(key) not in here for key, value in known.items()),
         misfits=optimizer_state.misfits(optimizer, first) if state else (),
         spoiled=optimizer_state.spoiled(optimizer, first) if state else (),
         rounds=any(_says(source, name) for name in MASTERS for source in (*optimizer.param_groups, vars(optimizer))),
         **_rates(optimizer),
     )
+
+
+def lent(slot: Any, model: nn.Module) -> list[str]:
+    """Names of the model's parameters whose memory a tensor steps that has a gradient, and is none of them itself.
+
+    As a piece of a flat buffer of which the parameters are views. One without a gradient was replaced, and steps none.
+    """
+    if getattr(slot, "grad", None) is None or type(slot.data) is not torch.Tensor:
+        return []
+    begin, end = slot.data_ptr(), slot.data_ptr() + slot.numel() * slot.element_size()
+    named = [(name, one) for name, one in named_parameters(model).items() if type(one.data) is torch.Tensor]
+    return [
+        name
+        for name, one in named
+        if one.data_ptr() < end and begin < one.data_ptr() + one.numel() * one.element_size()
+    ]
 
 
 def _says(source: Any, name: str) -> bool:

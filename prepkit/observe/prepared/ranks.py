@@ -27,7 +27,7 @@ def compared(
 ) -> RunFacts:
     """Add what every rank has reported. Collective with ``asks``, where the default group has several ranks.
 
-    One exchange: a few digests per rank, the optimizers' options, and six numbers for each gradient in ``stepped``;
+    One exchange: a few digests per rank, the optimizers' options, and some numbers for each gradient in ``stepped``;
     where values differ, a second one of a number per tensor. Raises what torch raises when a rank does not come.
     """
     own = told(stepped or ())

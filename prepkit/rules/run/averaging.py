@@ -35,14 +35,29 @@ def _alone(facts: RunFacts) -> tuple[PreparedParam, ...]:
 
 
 def kept_apart(facts: RunFacts) -> set[str]:
-    """Parameters that DDP was told to leave to each rank, and of which each holds its own: experts."""
+    """Parameters of which each rank holds its own: experts that DDP leaves to it, or parts that are cut by hand."""
     told = {name for ddp in facts.ddp for name in ddp.ignored}
-    return told if told & set(facts.parted) else set()
+    return (told if told & set(facts.parted) else set()) | set(facts.window.cut if facts.window else ())
+
+
+def _own_steps(facts: RunFacts) -> set[str]:
+    """Parameters whose gradients ranks need not have alike: others do not step them, or weights may be averaged."""
+    found = facts.gradients
+    if found is None:
+        return set()
+    weights = facts.window is not None and bool(facts.window.averages_weights)
+    return {*found.divided, *(found.compared if weights else ())}
 
 
 def _out_of_sight(facts: RunFacts) -> bool:
     """Return whether the program may average by itself, and has no gradients yet that would show it."""
-    return bool(facts.averages_by_hand) and (facts.gradients is None or not facts.gradients.compared)
+    unseen = facts.gradients is None or not facts.gradients.compared
+    return bool(facts.averages_by_hand or _sends(facts)) and unseen
+
+
+def _sends(facts: RunFacts) -> str:
+    """Where the program sends activations, and this rank was looked at alone; empty: it does not, or was not."""
+    return facts.window.communicates if facts.window is not None and not facts.ranks else ""
 
 
 def _by_hand(facts: RunFacts, name: str) -> bool:
@@ -52,7 +67,8 @@ def _by_hand(facts: RunFacts, name: str) -> bool:
 
 
 def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
-    alone = _alone(facts)
+    own = _own_steps(facts)
+    alone = [param for param in _alone(facts) if param.name not in own]
     if not facts.optimizers or not alone or _out_of_sight(facts):
         return
     names = some([param.name for param in alone])
@@ -67,9 +83,47 @@ def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
-    if facts.optimizers and _out_of_sight(facts) and (alone := _alone(facts)):
-        what = f"No wrapper averages {count(len(alone), 'trained parameter')}; `{facts.averages_by_hand}` may do so."
-        yield Hit("model", what)
+    if not facts.optimizers:
+        return
+    if _out_of_sight(facts) and (alone := _alone(facts)):
+        who = facts.averages_by_hand or _sends(facts)
+        what = f"No wrapper averages {count(len(alone), 'trained parameter')}; `{who}` may do so."
+        yield Hit("model", what, "" if facts.averages_by_hand else _CUT)
+    if facts.window is None or facts.gradients is None:
+        return
+    if cut := facts.window.cut:
+        what = (
+            f"Each rank holds values of its own of {count(len(cut), 'parameter')}, steps them by its own gradients, "
+            f"and sends activations to the others ({facts.window.communicates}): {some(cut)}. That is right of parts "
+            "of a layer, or experts, and wrong of what ranks are to hold the same of."
+        )
+        yield Hit(at(cut[0]), what, _CUT)
+    divided, apart = set(facts.gradients.divided), _own_steps(facts)
+    names = [param.name for param in _alone(facts)]
+    if steps := [name for name in names if name in divided]:
+        what = (
+            f"Some ranks step {count(len(steps), 'parameter')} that others do not: {some(steps)}. Whether the gradient "
+            "is that of all ranks, and all get what is stepped, shows behind the step."
+        )
+        yield Hit(at(steps[0]), what, _DIVIDED)
+    if own := [name for name in names if name in apart - divided]:
+        what = (
+            f"Each rank is about to step {count(len(own), 'parameter')} by gradients of its own, and the program "
+            f"averages weights ({facts.window.averages_weights}): {some(own)}. Whether behind this step, is to be "
+            "seen."
+        )
+        yield Hit(at(own[0]), what, LOCAL_SGD)
+
+
+_CUT = (
+    "Nothing, where each rank holds a part, or a stage; else build the model from one seed on every rank, and wrap it "
+    "in DistributedDataParallel."
+)
+_DIVIDED = "Run prepkit audit --prove SCRIPT, which compares gradients and weights of all ranks."
+LOCAL_SGD = (
+    "Nothing, where local SGD is meant: behind each step of SGD it is what an average of gradients gives, and under "
+    "Adam and its like it trains otherwise. Else average gradients: DistributedDataParallel(model)."
+)
 
 
 def _frozen(facts: RunFacts) -> Iterator[Hit]:

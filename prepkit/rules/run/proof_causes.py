@@ -29,9 +29,9 @@ NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
 LEAST = 2
 """Elements from which on a difference along the weight is no chance."""
-OF_ITS_PART = "scaled by each rank by a number of its own, as where it clips by the norm of its own part"
+OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
+OWN = "each rank's own: nobody averages them"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
-
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 """Rules about what a program that puts gradients together itself may mean."""
 
@@ -215,6 +215,8 @@ class _Aim:
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
+            if all(share.given for share in self.facts.shares) and near(ratio * _divided(self.facts), 1.0):
+                return None  # a stage that divides what it is given by the micro-batches
             if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
             found = _of_ratio(self.facts, ratio, self.clipping, copy)
@@ -396,13 +398,24 @@ def aim_of(facts: ProofFacts) -> _Aim:
     return _Aim(facts, sums, clipping, norm(facts, average) / sqrt(numel) if numel else 0.0)
 
 
-@lru_cache(maxsize=8)
 def causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     """Every cause with the parameters that it explains, in the order of the parameters. Pure."""
+    every = _causes(facts)
+    return tuple(one for one in every if one[0].why != OWN) if steps_apart(facts) else every
+
+
+def steps_apart(facts: ProofFacts) -> bool:
+    """Return whether ranks step by gradients of their own, as the program averages weights: behind some steps."""
+    told = bool(facts.averages) and any(cause.why == OWN for cause, _ in _causes(facts))
+    return facts.averaged_later or (told and not facts.beside)
+
+
+@lru_cache(maxsize=8)
+def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     if facts.beside:  # the shares are not all that was added up
         names = tuple(one.name for one in facts.gradients if _apart(one))
         rule = "prove.past-wrapper" if facts.wrapper else "prove.not-averaged"
-        return ((Cause(rule, "each rank's own: nobody averages them"), names),) if names else ()
+        return ((Cause(rule, OWN), names),) if names else ()
     if (
         facts.first_apart
         or facts.scales_apart
@@ -478,7 +491,7 @@ def _merged(one: GradientProof, each: list[Cause | None], world: int) -> list[Ca
         return there
     owners, everywhere = {cause.rank for cause, _ in alone}, len(alone) == len(one.dots)
     if everywhere and len(alone) > 1 and all(cause.rank == holder for cause, holder in alone):
-        why = "each rank's own: nobody averages them"
+        why = OWN
     else:
         why = f"those of rank {' and '.join(str(owner) for owner in sorted(o for o in owners if o is not None))} alone"
         why += "" if everywhere else f", on rank {spans(tuple(holder for _, holder in alone))}"

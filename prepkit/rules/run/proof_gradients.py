@@ -1,11 +1,11 @@
-"""What gradients are told to be, in words: by their cause, cleared, missing, or clipped otherwise than the run says."""
+"""What gradients and losses are told to be, in words: by cause, cleared, missing, or clipped otherwise than meant."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.facts.proof import ProofFacts
-from prepkit.findings.text import at, count, some
+from prepkit.facts.proof import LossShare, ProofFacts
+from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
     BY_EACH_RANK,
@@ -16,6 +16,7 @@ from prepkit.rules.run.proof_causes import (
     by_hand,
     causes,
     counts,
+    kinds,
     near,
     norm,
 )
@@ -23,6 +24,7 @@ from prepkit.rules.run.proof_causes import (
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
 _ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
+_EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
@@ -164,3 +166,59 @@ def not_clipped(facts: ProofFacts) -> Iterator[Hit]:
     if facts.over:
         said = f"The gradients of {count(len(facts.over), 'parameter')} have larger elements than {facts.value:g}"
         yield Hit(at(facts.over[0]), f"{said}, to which the run clips them: {some(facts.over)}.")
+
+
+def unlike_losses(facts: ProofFacts) -> Iterator[Hit]:
+    """Ranks whose losses weigh more than those of others."""
+    if (by := weights_by_rank(facts)) is not None:
+        most, least = max(by, key=by.__getitem__), min(by, key=by.__getitem__)
+        line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+        if by[least]:
+            what = f"Every loss of rank {most} weighs {by[most] / by[least]:.2f} x one of rank {least}"
+            yield Hit("loss", f"{what}, and is made over as many elements{line}.")
+        else:
+            none = tuple(rank for rank, weight in by.items() if not weight)
+            what = f"The losses of rank {spans(none)} are multiplied by 0, and are made over as many elements as others"
+            yield Hit("loss", f"{what}: their samples train nothing, and count in the mean over ranks{line}.", _EMPTY)
+
+
+def weights_by_rank(facts: ProofFacts) -> dict[int, float] | None:
+    """The weight of an element in the losses of each rank, where it is each rank's own and nothing counts elements."""
+    counted = {share.count for share in facts.shares}
+    if len(counted) != 1 or None in counted:
+        return None
+    found: dict[int, float] = {}
+    for share in facts.shares:
+        weight = abs(share.each or 0.0)
+        if abs(found.setdefault(share.rank, weight) - weight) > 0.01 * weight:
+            return None
+    return found if found and max(found.values()) > 1.01 * min(found.values()) else None
+
+
+def added_up(facts: ProofFacts) -> Iterator[str]:
+    """Yield sums of losses that nobody has divided, where they may be micro-batches as well as tasks."""
+    number = max(counts(facts).values(), default=1)
+    if kinds(facts) > 2 and facts.accumulation is None and all(near(one.weight, number) for one in facts.shares):
+        said = f"{number} backwards of losses that are made otherwise were added up"
+        yield f"{said}: taken for those of several tasks, which are meant to be a sum; micro-batches are averaged"
+    most = max(facts.shares, key=lambda one: one.added, default=None)
+    if most is not None and most.added > 2 and near(most.weight, kinds(facts)):
+        said = f"A loss is the sum of {most.added} losses, each of other samples by the same function"
+        yield f"{said}: taken as meant; micro-batches are averaged, sum(losses) / {most.added}"
+
+
+def made_otherwise(facts: ProofFacts) -> tuple[LossShare, LossShare] | None:
+    """Losses of two ranks, each of which always has operators of its own."""
+    by: dict[int, set[str]] = {}
+    for share in facts.shares:
+        by.setdefault(share.rank, set()).add(share.operators)
+    first = next(iter(facts.shares), None)
+    if first is None or any(len(each) > 1 for each in by.values()):
+        return None
+    return next(((first, other) for other in facts.shares if other.operators != first.operators), None)
+
+
+def only_in(one: LossShare, other: LossShare) -> str:
+    """Operators that have made the one loss alone."""
+    theirs = other.operators.split(", ")
+    return ", ".join(name for name in one.operators.split(", ") if name not in theirs) or "nothing"

@@ -11,8 +11,21 @@ from prepkit.facts.proof import LossShare, ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
-from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, kinds, mean, near, norm
-from prepkit.rules.run.proof_gradients import clipped, gradients, micro_batch, no_gradient, not_clipped, past_wrapper
+from prepkit.rules.run.averaging import LOCAL_SGD
+from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, kinds, mean, norm, steps_apart
+from prepkit.rules.run.proof_gradients import (
+    added_up,
+    clipped,
+    gradients,
+    made_otherwise,
+    micro_batch,
+    no_gradient,
+    not_clipped,
+    only_in,
+    past_wrapper,
+    unlike_losses,
+    weights_by_rank,
+)
 
 _REPEATS = (
     "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
@@ -23,7 +36,6 @@ _PATCHED = (
     "module) does: a function over the module as it was computes with that also in a copy."
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
-_EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
 IN_16_BIT = ("bfloat16", "float16")
 
 # --- before and after -------------------------------------------------------------------------------------------------
@@ -72,39 +84,13 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield cause.why, tuple(name for name in names if decays[name] == decay), decay
 
 
-def _unlike_losses(facts: ProofFacts) -> Iterator[Hit]:
-    if (by := _weights_by_rank(facts)) is not None:
-        most, least = max(by, key=by.__getitem__), min(by, key=by.__getitem__)
-        line = f" ({', '.join(facts.lines)})" if facts.lines else ""
-        if by[least]:
-            what = f"Every loss of rank {most} weighs {by[most] / by[least]:.2f} x one of rank {least}"
-            yield Hit("loss", f"{what}, and is made over as many elements{line}.")
-        else:
-            none = tuple(rank for rank, weight in by.items() if not weight)
-            what = f"The losses of rank {spans(none)} are multiplied by 0, and are made over as many elements as others"
-            yield Hit("loss", f"{what}: their samples train nothing, and count in the mean over ranks{line}.", _EMPTY)
-
-
-def _weights_by_rank(facts: ProofFacts) -> dict[int, float] | None:
-    """The weight of an element in the losses of each rank, where it is each rank's own and nothing counts elements."""
-    counted = {share.count for share in facts.shares}
-    if len(counted) != 1 or None in counted:
-        return None
-    found: dict[int, float] = {}
-    for share in facts.shares:
-        weight = abs(share.each or 0.0)
-        if abs(found.setdefault(share.rank, weight) - weight) > 0.01 * weight:
-            return None
-    return found if found and max(found.values()) > 1.01 * min(found.values()) else None
-
-
 def _tokens(facts: ProofFacts) -> Iterator[Hit]:
     by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
     for share in facts.shares:
         by.setdefault(share.kind if kinds(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
     found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
     apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
-    if any(share.each is None for share in facts.shares) or not apart or _weights_by_rank(facts):
+    if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
         return
     most, least = apart[0]
     places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]
@@ -115,7 +101,7 @@ def _tokens(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
-    if not (facts.first_apart or facts.averaged_later or causes(facts) or facts.options_apart or list(_uneven(facts))):
+    if not (facts.first_apart or steps_apart(facts) or causes(facts) or facts.options_apart or list(_uneven(facts))):
         yield from _ranks_apart(
             facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
         )
@@ -173,6 +159,11 @@ def _not_held(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit(
             at(still[0]), what, "Look at what stands between the optimizer and the model: a skipped or a patched step."
         )
+    if facts.undone:
+        names, rank = [name for name, _ in facts.undone], facts.undone[0][1]
+        what = f"Rank {rank} has stepped {count(len(names), 'parameter')} that are behind the step as they were before"
+        fix = "Let the rank that steps a parameter send it: dist.broadcast(param, src=owner)."
+        yield Hit(at(names[0]), f"{what}: {some(names)}. Something has put them back.", fix)
 
 
 def _step_allowed(one: StepProof) -> float:
@@ -203,19 +194,20 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     if unreached := [name for name in facts.unreached if name not in told and not facts.unrepeated]:
         had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
         yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
-    if (losses := _made_otherwise(facts)) is not None:
+    if (losses := made_otherwise(facts)) is not None:
         said = f"Rank {losses[0].rank} makes its loss otherwise than rank {losses[1].rank}"
-        with_ = f"it alone has {_only_in(*losses)}; the other {_only_in(*losses[::-1])}"
+        with_ = f"it alone has {only_in(*losses)}; the other {only_in(*losses[::-1])}"
         yield Hit(
             "loss", f"{said}: {with_}.", "Look whether all ranks are to have one loss: a smoothing, a weight, a part."
         )
-    if facts.averaged_later:
-        said = "Each rank has stepped by gradients of its own, and the program has averaged weights behind the step"
-        yield Hit("proof", f"{said}: gradients were not compared over the ranks.")
-    elif facts.later:
-        said = f"Behind the step something has changed {count(len(facts.later), 'weight')}"
-        yield Hit("proof", f"{said}: {some(facts.later)}. What they have become was not compared.")
-    for limit in (*facts.limits, *_added_up(facts)):
+    if steps_apart(facts):
+        where = "behind the step" if facts.averaged_later else f"behind another step, as it seems ({facts.averages})"
+        said = f"Each rank has stepped by gradients of its own, and the program averages weights {where}"
+        yield Hit("proof", f"{said}: gradients were not compared over the ranks.", LOCAL_SGD)
+    elif later := [name for name in facts.later if name not in dict(facts.undone)]:
+        said = f"Behind the step something has changed {count(len(later), 'weight')}"
+        yield Hit("proof", f"{said}: {some(later)}. What they have become was not compared.")
+    for limit in (*facts.limits, *added_up(facts)):
         yield Hit("proof", f"{limit}.")
     if facts.cleared and not (facts.wasted or by_hand(facts)):
         were = f"Gradients of {count(facts.cleared, 'micro-batch')} of a rank were cleared before any step"
@@ -234,34 +226,6 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
             "proof",
             f"Rounding in {facts.dtype} alone changes the gradients by more than a tenth: small errors cannot be seen.",
         )
-
-
-def _added_up(facts: ProofFacts) -> Iterator[str]:
-    """Yield sums of losses that nobody has divided, where they may be micro-batches as well as tasks."""
-    number = max(counts(facts).values(), default=1)
-    if kinds(facts) > 2 and facts.accumulation is None and all(near(one.weight, number) for one in facts.shares):
-        said = f"{number} backwards of losses that are made otherwise were added up"
-        yield f"{said}: taken for those of several tasks, which are meant to be a sum; micro-batches are averaged"
-    most = max(facts.shares, key=lambda one: one.added, default=None)
-    if most is not None and most.added > 2 and near(most.weight, kinds(facts)):
-        said = f"A loss is the sum of {most.added} losses, each of other samples by the same function"
-        yield f"{said}: taken as meant; micro-batches are averaged, sum(losses) / {most.added}"
-
-
-def _made_otherwise(facts: ProofFacts) -> tuple[LossShare, LossShare] | None:
-    """Losses of two ranks, each of which always has operators of its own."""
-    by: dict[int, set[str]] = {}
-    for share in facts.shares:
-        by.setdefault(share.rank, set()).add(share.operators)
-    first = next(iter(facts.shares), None)
-    if first is None or any(len(each) > 1 for each in by.values()):
-        return None
-    return next(((first, other) for other in facts.shares if other.operators != first.operators), None)
-
-
-def _only_in(one: LossShare, other: LossShare) -> str:
-    theirs = other.operators.split(", ")
-    return ", ".join(name for name in one.operators.split(", ") if name not in theirs) or "nothing"
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
@@ -357,7 +321,7 @@ RULES: tuple[Rule, ...] = (
         "prove.unlike-losses",
         "A loss weighs as much on one rank as on another.",
         "Make the loss alike on every rank: one reduction, one divisor, which depends on no rank.",
-        _unlike_losses,
+        unlike_losses,
     ),
     _row(
         "prove.tokens",

@@ -49,8 +49,10 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _pipeline(facts: RunFacts) -> bool:
-    """Return whether each rank has modules of its own."""
-    return len({rank.names for rank in facts.ranks}) > 1
+    """Return whether each rank has modules of its own, be it under the same names."""
+    cut = set(facts.window.cut if facts.window is not None else ())
+    alike = {param.name for param in facts.params if param.requires_grad} - cut
+    return len({rank.names for rank in facts.ranks}) > 1 or (bool(cut) and not alike)
 
 
 def _modes(facts: RunFacts) -> Iterator[Hit]:

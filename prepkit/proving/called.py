@@ -1,0 +1,161 @@
+"""A call of the model while a window is recorded, and what is noted of the loss that is made of it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from prepkit.objects import names
+from prepkit.objects.local_part import local
+from prepkit.proving import tree
+from prepkit.proving.hooks import evaluating, line_of
+from prepkit.proving.loss_graph import factor_of, operators_of
+from prepkit.proving.outputs import RETURNED, returned
+from prepkit.proving.record_file import Micro, RecordedCall, Returned
+from prepkit.proving.trace import sketch
+
+
+@define(eq=False)
+class Called:
+    """One call of the root, and what came back to it."""
+
+    inputs: str
+    tensors: dict[str, Tensor]
+    ends: tuple[Any, ...] = ()
+    """Nodes of the graph at which its outputs begin."""
+    arrived: dict[int, Tensor] = field(factory=dict)
+    seen: dict[int, Tensor] = field(factory=dict)
+    """A sketch of each output that is kept."""
+    returned: list[Returned] = field(factory=list)
+    buffers: dict[str, Tensor] = field(factory=dict)
+    """Those that are not as they were at the first call of the window."""
+    micro: int = -1
+    entry: str = "forward"
+    evaluating: tuple[str, ...] = ()
+    own_total: bool = False
+    """Whether the model was told to divide a sum by a number that the window gives it."""
+
+    @classmethod
+    def of(cls, root: nn.Module, args: Any, kwargs: Any, tell: Callable[[str], None]) -> Called:
+        """A call that begins now; ``tell`` hears why its inputs cannot be kept."""
+        tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
+
+        def keep(tensor: Tensor) -> str:
+            key = f"{len(tensors)}"
+            tensors[key] = local(tensor).detach().cpu().clone()
+            return key
+
+        try:
+            inputs = json.dumps(tree.written([args, kwargs], keep))
+        except tree.NotPlain as error:
+            tell(f"{error}, which a record does not hold: nothing was replayed")
+            inputs = ""
+        own = "num_items_in_batch" in kwargs
+        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own)
+
+    def ended(self, output: Any, adding: Callable[[dict[int, Tensor], int], Callable[[Tensor], None]]) -> None:
+        """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
+        found = list(tree.tensors_of(output))
+        self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
+        for place, tensor in enumerate(found):
+            if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
+                self.seen[place] = sketch(local(tensor).detach().reshape(-1))
+                self.returned.append(returned(place, tensor))
+            if tensor.requires_grad:
+                tensor.register_hook(adding(self.arrived, place))  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it was given, and of buffers."""
+        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values()))
+
+    def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield its tensors by their keys in a record, where it is the call of this number."""
+        of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen), ("before", self.buffers))
+        for kind, tensors in of:
+            yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
+
+    def recorded(self) -> RecordedCall:
+        """As the file has it."""
+        ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
+        return RecordedCall(
+            inputs=self.inputs,
+            micro=self.micro,
+            entry=self.entry,
+            outputs=ends,
+            digest=kept,
+            returned=tuple(self.returned),
+            evaluating=self.evaluating,
+        )
+
+
+def added_up(terms: Sequence[tuple[Any, float]], calls: Sequence[Called]) -> int:
+    """Of how many losses of one kind a loss is the sum, each of a call over other samples; 1: nobody can tell."""
+    used = [call for call in calls if call.ends]
+    shapes = {(call.inputs, *(one.shape for key, one in call.tensors.items() if key != "rng")) for call in used}
+    others = {digest(call.tensors) for call in used}
+    alike = len({one.name() for one, _ in terms}) == len(shapes) == 1 and all(by == 1 for _, by in terms)
+    return len(terms) if alike and len(terms) == len(used) == len(others) else 1
+
+
+def micro_of(
+    loss: Tensor, seed: float | None, ends: Collection[int], calls: Sequence[Called], tokens: float | None
+) -> Micro:
+    """What is noted of a loss that is about to go backward; ``tokens``: over how many it is a mean.
+
+    ``seed`` None: it is an output, which is given its gradient.
+    """
+    line, operators = next(line_of("backward"), ""), operators_of(loss, ends)
+    if seed is None:
+        return Micro(
+            loss=0.0, factor=1.0, given=True, total=tokens is None, tokens=tokens, line=line, operators=operators
+        )
+    factor, each = factor_of(loss, ends), loss.numel() > 1
+    value = float(loss.detach().sum())
+    if not isfinite(value) and tokens == 0:  # a mean over nothing, which counts as nothing
+        value = 0.0
+    return Micro(
+        loss=value / factor.value if factor.value else value,
+        factor=factor.value * seed,
+        total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
+        tokens=tokens,
+        count=float(loss.numel()) if each else factor.count,
+        meant=factor.meant,
+        added=added_up(factor.terms, calls),
+        line=line,
+        operators=operators,
+    )
+
+
+def place_in(known: list[Any], one: Any) -> int:
+    """Its place among those that are known, to which it is added."""
+    if one not in known:
+        known.append(one)
+    return known.index(one)
+
+
+def entry_of(root: nn.Module) -> str:
+    """The method that a call of the wrapper leads to: Lightning puts ``training_step`` in the place of ``forward``."""
+    inner = names.unwrap_root(root)[-1]
+    instead = vars(inner).get("forward")
+    closure = inspect.getclosurevars(instead).nonlocals if inspect.isfunction(instead) else {}
+    said = [one for one in closure.values() if isinstance(one, str) and callable(getattr(inner, one, None))]
+    return said[0] if said else "forward"
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    """Of keys, kinds and bytes of everything that a call was given; of a generator nothing."""
+    found = hashlib.sha256()
+    for key, one in sorted(tensors.items()):
+        if key != "rng":
+            found.update(repr((key, one.dtype, tuple(one.shape))).encode())
+            found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
