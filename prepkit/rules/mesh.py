@@ -66,8 +66,9 @@ def _axes(resolved: Resolved) -> Iterator[Hit]:
 
 def mend_axes(cfg: Config, facts: Facts) -> Config:
     """The config with a mesh, or a strategy, that suit each other."""
-    if not isinstance(cfg.engine, FSDP1) or not any(_axes(Resolved(cfg=cfg, facts=facts))):
+    if not any(_axes(Resolved(cfg=cfg, facts=facts))):
         return cfg
+    assert isinstance(cfg.engine, FSDP1), "the rule asks no other"
     if not is_hybrid(cfg.engine):
         return evolve(cfg, mesh=None)
     if options := _hybrids(facts.env.world_size):
@@ -98,8 +99,9 @@ def _reshard(resolved: Resolved) -> Iterator[Hit]:
 
 def mend_reshard(cfg: Config, facts: Facts) -> Config:
     """The config with a ``reshard_after_forward`` that its mesh allows."""
-    if not isinstance(cfg.engine, FSDP2) or not any(_reshard(Resolved(cfg=cfg, facts=facts))):
+    if not any(_reshard(Resolved(cfg=cfg, facts=facts))):
         return cfg
+    assert isinstance(cfg.engine, FSDP2), "the rule asks no other"
     return evolve(cfg, engine=evolve(cfg.engine, reshard_after_forward=cfg.engine.reshard_after_forward != 1))
 
 

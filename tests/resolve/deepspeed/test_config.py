@@ -669,3 +669,12 @@ def test_what_the_json_leaves_to_its_caller_is_told_where_it_stays_off(
         told = " ".join(flaw.what for flaw in found.flaws if flaw.rule == "deepspeed.turned-off")
         assert ("gradient_clipping" in told) == unclipped
         assert ("`bf16.enabled`" in told) == ("bf16" in left and precision is None)
+
+
+@pytest.mark.parametrize("said", [{}, {"train_batch_size": 16}, {"train_batch_size": 15}])
+def test_an_accumulation_of_nothing_is_left_to_its_own_rule_and_counts_as_one(said: dict[str, Any]) -> None:
+    none, one = (worked(said, micro_batch=None, cfg_accumulation=steps) for steps in (0, 1))
+    steps = "gradient_accumulation_steps"
+    assert (data(none).pop(steps), data(one).pop(steps)) == (0, 1)
+    assert {**data(none), steps: 1} == data(one)
+    assert none.flaws == one.flaws
