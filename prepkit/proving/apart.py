@@ -129,7 +129,7 @@ def options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
 
 def same_samples(records: tuple[Record, ...]) -> bool:
     """Return whether each rank computes with all of the model, and has read what the first one has."""
-    whole = not any(record.head.cut for record in records)
+    whole = not any(record.head.cut or record.head.disturbed.lends for record in records)
     return len(records) > 1 and whole and all(read(one) == read(records[0]) for one in records[1:])
 
 
@@ -149,7 +149,7 @@ def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
 
 def read_again(records: tuple[Record, ...]) -> Iterator[str]:
     """Yield a sentence where two micro-batches of a rank, whose losses were made alike, were of the same samples."""
-    for record in records:
+    for record in (one for one in records if not one.head.disturbed.lends):
         seen: dict[tuple[object, ...], int] = {}
         for at, micro in enumerate(record.head.micros):
             calls = [(call.inputs, call.digest) for call in record.head.calls if call.micro == at]

@@ -188,11 +188,11 @@ class Around:
         """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
         self._left = with_gradients(root) if first and not self.beside else self._left
         self.outside |= dict.fromkeys(_used(root, loss, ends))
-        self._counts(loss)
+        self._counts(loss, ends)
 
-    def _counts(self, loss: Tensor) -> None:
+    def _counts(self, loss: Tensor, ends: set[int]) -> None:
         """Notes a loss, or one of those that it is the sum of, that has gone backward before."""
-        made = terms_of(loss) if not self.asked else []
+        made = terms_of(loss, ends) if not self.asked else []
         if any(one is other for one in made for other in self._terms):
             self.doubled |= dict.fromkeys(line_of("backward"))
         self._terms += made
@@ -208,7 +208,7 @@ class Around:
         if not made_of(loss, ends):
             return False
         self.outside |= dict.fromkeys(_used(root, loss, ends))
-        self._counts(loss)
+        self._counts(loss, ends)
         return True
 
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
@@ -315,7 +315,8 @@ class Around:
 
         ``computed``: whether a module was called with weights that are no leaves.
         """
-        why = self.unproven or (COPIES if copies and self.changed(root) else COMPUTED if computed else "")
+        lends = COMPUTED if computed and self.outside else ""
+        why = self.unproven or (COPIES if copies and self.changed(root) else lends)
         return Disturbed(
             unproven=why,
             moved=self.moved,
@@ -330,6 +331,7 @@ class Around:
             wasted=self.wasted(kept, scale, known),
             idle=self.idle > 1,
             asked=bool(self.asked),
+            lends=computed,
             doubled=tuple(self.doubled),
             averages=self.averages,
         )

@@ -79,9 +79,10 @@ def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
     return Factor(value, meant=tuple(meant))
 
 
-def terms_of(loss: Tensor) -> list[Any]:
-    """Nodes of the losses that it is the sum of."""
-    return [] if loss.grad_fn is None else [node for node, _ in _terms(loss.grad_fn)]
+def terms_of(loss: Tensor, ends: Collection[int]) -> list[Any]:
+    """Nodes of the losses of the model's outputs that it is the sum of."""
+    every = [] if loss.grad_fn is None else [node for node, _ in _terms(loss.grad_fn)]
+    return [node for node in every if _reaches(node, ends)]
 
 
 def _terms(node: Any, by: float = 1.0) -> Iterator[tuple[Any, float]]:
@@ -165,8 +166,12 @@ def given_to(losses: Sequence[Tensor], gradient: Any, ends: Collection[int]) -> 
 
 def made_of(loss: Tensor, ends: Collection[int]) -> bool:
     """Whether one of these nodes has a part in it, as far as one walks."""
-    following = (id(one) for node in _made_by(loss, ends) for one, _ in node.next_functions)
-    return id(loss.grad_fn) in ends or any(one in ends for one in following)
+    return _reaches(loss.grad_fn, ends)
+
+
+def _reaches(node: Any, ends: Collection[int]) -> bool:
+    following = (id(one) for made in _behind(node, ends) for one, _ in made.next_functions)
+    return id(node) in ends or any(one in ends for one in following)
 
 
 def _made_by(loss: Tensor, ends: Collection[int]) -> Iterator[Any]:

@@ -143,6 +143,8 @@ class Disturbed:
     """Whether nothing else was recorded, because each step comes after gradients were cleared."""
     doubled: tuple[str, ...] = ()
     """Lines in which a loss went backward that had done so before."""
+    lends: bool = False
+    """Whether a module was called with weights that were computed from others, as from this one's outputs."""
     asked: bool = False
     """Whether the program has asked for gradients, and puts them into their places itself."""
     averages: str = ""

@@ -120,6 +120,7 @@ class Recorder:
     """Whether an optimizer has stepped that holds nothing of any model that was called."""
     transformed: bool = field(default=False, init=False)
     """Whether a module was called inside of a transform of ``torch.func``, whose gradients nothing outside sees."""
+    _aside: bool = field(default=False, init=False)
     _computed: bool = field(default=False, init=False)
     """Whether a module was called with weights that were computed from others."""
     _still: dict[int, nn.Module] = field(factory=dict, init=False)
@@ -162,9 +163,7 @@ class Recorder:
 
     def clipped_at(self, norm: Any) -> None:
         """Takes the norm at which a run has clipped, where nothing has shown one."""
-        clip = self._clips.clip
-        if clip is not None and clip.seen is None and norm is not None:
-            self._clips.clip = evolve(clip, seen=float(norm))
+        self._clips.shows(norm)
 
     def tell(self, limit: str) -> None:
         """Notes what the proof cannot see."""
@@ -285,8 +284,9 @@ class Recorder:
         if isinstance(root, nn.parallel.DistributedDataParallel) and root._compiled_call_impl is None:
             self._hooked.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
 
-    def _enters(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if transforms():
+    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._aside = transforms() or not all(one.is_leaf for one in module.parameters())
+        if self._aside:
             return
         if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
@@ -320,7 +320,7 @@ class Recorder:
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
         self._operators.close()
-        if self.done or transforms() or not torch.is_grad_enabled() or not self._calls:
+        if self.done or self._aside or not torch.is_grad_enabled() or not self._calls:
             return
         self.around.went(self.root)
         self._calls[-1].ended(output, self.around.adding)
@@ -460,15 +460,16 @@ class Recorder:
         self._stepping = False
         for name in places(self._parts, optimizer):
             self._keep(f"after/{name}", self._parts[name].values)
-        trained = {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
-        if all(name in self._held.groups or not self._parts[name].values.numel() for name in trained):
+        if all(name in self._held.groups or not self._parts[name].values.numel() for name in self._trained()):
             self._complete()
+
+    def _trained(self) -> set[str]:
+        return {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
 
     def _complete(self) -> None:
         if not self.done and self.root is not None:
             self._evaluating = evaluating(self.root)
-            trained = {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
-            for name in sorted(trained - self._held.groups.keys()):  # which other ranks may step, and send
+            for name in sorted(self._trained() - self._held.groups.keys()):  # which other ranks may step, and send
                 self._keep(f"after/{name}", self._parts[name].values)
         self.done = self._clips.closed = True
         if not self.lingers:

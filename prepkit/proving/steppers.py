@@ -220,6 +220,11 @@ class Clipping:
                 if there[known] is plain:
                     yield home, known, instead
 
+    def shows(self, norm: Any) -> None:
+        """Takes a norm at which a run has clipped, where nothing has shown one."""
+        if self.clip is not None and self.clip.seen is None and norm is not None:
+            self.clip = evolve(self.clip, seen=float(norm))
+
     def _open(self, most: float) -> bool:
         """Whether this is the first clipping of the window that may shrink something."""
         return self.clip is None and isfinite(most)

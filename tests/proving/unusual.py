@@ -994,6 +994,37 @@ def sharpness_by_hand(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def penalty_that_is_made_once(rank: int, world: int) -> Window:
+    """And is a third of each of three losses."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        penalty = 0.01 * torch.stack([param.square().sum() for param in model.parameters()]).sum()
+        for batch in micros(3):
+            ((loss_of(model, batch) + penalty) / 3).backward(retain_graph=True)
+        averaged(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def weights_that_a_model_makes(rank: int, world: int) -> Window:
+    """The model that is trained gives the weights of another."""
+    makes, used = seeded(lambda: nn.Linear(5, 4 * WIDTH)), nn.Linear(WIDTH, 4, bias=False)
+    optimizer = adam(makes)
+    used.requires_grad_(requires_grad=False)
+
+    def train() -> None:
+        for x, y in micros(2):
+            made = {"weight": makes(torch.ones(5)).view(4, WIDTH)}
+            (functional.cross_entropy(torch.func.functional_call(used, made, (x,)), y) / 2).backward()
+        averaged(makes)
+        optimizer.step()
+
+    return Window(None, train)
+
+
 def _backward_again(loss: Tensor) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
@@ -1110,6 +1141,8 @@ RIGHT_UNUSUAL = (
     encoder_that_follows_in_the_forward,
     two_parts_that_train_in_turn,
     sharpness_by_hand,
+    penalty_that_is_made_once,
+    weights_that_a_model_makes,
     two_losses_of_one_forward,
     weights_averaged_behind_the_step,
     past_the_wrapper_before_the_last_micro_batch,
