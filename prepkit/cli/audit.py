@@ -58,12 +58,12 @@ def audit(  # an argument for each option
 ) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
-    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken. Options of audit may
-    stand right behind SCRIPT too; what follows --, or the first word that audit does not know, is SCRIPT's. With
-    --torchrun 2 it is started in two processes of this machine, on the CPU and gloo; on several machines: torchrun ...
-    -m prepkit audit SCRIPT. Only errors give exit code 1; a script that fails by itself gives 3. With --prove the first
-    step is taken, and the whole window is done again on rank 0 in plain torch: weights, gradients and the step are
-    compared.
+    SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken, but where another rank
+    waits for what this one sends behind it. Options of audit may stand right behind SCRIPT too; what follows --, or the
+    first word that audit does not know, is SCRIPT's. With --torchrun 2 it is started in two processes of this machine,
+    on the CPU and gloo; on several machines: torchrun ... -m prepkit audit SCRIPT. Only errors give exit code 1; a
+    script that fails by itself gives 3. With --prove the first step is taken, and the whole window is done again on
+    rank 0 in plain torch: weights, gradients and the step are compared.
     """
     plan_files.demand_torch("prepkit audit")
     if keep is not None and not prove:

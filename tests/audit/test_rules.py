@@ -280,6 +280,15 @@ def test_a_rule_says_what_its_facts_break_and_no_other_does(rule: str, facts: Ru
     assert {finding.rule for finding in findings_of(AUDIT_RULES, facts)} == {rule}
 
 
+def test_ranks_of_other_names_are_other_stages_where_they_send_activations() -> None:
+    stages = tuple(evolve(RANK, rank=rank, names="aabb"[rank], model="aabb"[rank]) for rank in range(4))
+    rule = by_id()["run.ranks-models"]
+    assert len(findings_of((rule,), evolve(FINE, ranks=stages))) == 1
+    sends = evolve(FINE, window=WindowFacts(communicates="train.py:9"))
+    assert findings_of((rule,), evolve(sends, ranks=stages)) == ()
+    assert len(findings_of((rule,), evolve(sends, ranks=(*stages[:1], evolve(stages[1], model="c"), *stages[2:])))) == 1
+
+
 def test_messages_are_those_that_were_agreed_to() -> None:
     text = (
         "\n\n".join(

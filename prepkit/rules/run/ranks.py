@@ -20,7 +20,10 @@ def _models(facts: RunFacts) -> Iterator[Hit]:
     pipeline = len({rank.names for rank in facts.ranks}) == len(facts.ranks) and not any(
         param.averaged_by for param in facts.params
     )
-    if (odd := _odd(facts.ranks, lambda rank: rank.model)) and not pipeline:
+    sends = facts.window is not None and bool(facts.window.communicates)
+    first = facts.ranks[0].names if facts.ranks else ""  # where ranks send activations, others may hold other stages
+    ranks = tuple(rank for rank in facts.ranks if rank.names == first or not sends)
+    if (odd := _odd(ranks, lambda rank: rank.model)) and not pipeline:
         what = f"Names, shapes, dtypes or requires_grad of parameters on {odd} are not those of rank 0."
         yield Hit("model", what)
 
