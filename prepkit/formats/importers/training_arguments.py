@@ -33,7 +33,7 @@ from prepkit.config import (
 from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
-from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW
+from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW, strange_keys
 from prepkit.formats.importers.argument_values import judge
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
@@ -51,7 +51,10 @@ def read_training_arguments(source: Source) -> Imported:
     Raises ``PlanRejected`` with every finding.
     """
     file = foreign("transformers", source)
-    _say_gone(file)
+    if strange_keys("transformers", file.data):
+        file.launching(*(key for key in file.data if key not in NOW))
+    else:
+        _say_gone(file)
     return training_arguments(file, Path(source.path))
 
 
