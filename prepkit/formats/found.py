@@ -15,7 +15,7 @@ from attrs import fields_dict, frozen
 from prepkit.codec import LARGEST
 from prepkit.config import Config
 from prepkit.formats.importers.accelerate import LAUNCHING
-from prepkit.formats.importers.argument_keys import GONE, KEYS
+from prepkit.formats.importers.argument_keys import GONE, KEYS, strange_keys
 from prepkit.formats.importers.positions import plain_json
 from prepkit.resolve.deepspeed.keys import SECTIONS
 
@@ -141,7 +141,7 @@ def found(path: str) -> Found | None:
     if suffix not in _CONFIGS and not script:
         return None
     text = _text(path)
-    if text is None:
+    if text is None or (suffix == ".json" and _template(text)):
         return None
     if script:
         launch = _LAUNCH.search(text) or (_STEP.search(text) if _PYTHON.search(text) else None)
@@ -154,6 +154,8 @@ def found(path: str) -> Found | None:
     for misspelt in (False, True):
         for kind, groups in _TELLS:
             if (kind != "torchtitan" or suffix == ".toml") and (why := _told(kind, groups, keys, misspelt=misspelt)):
+                if kind == "deepspeed" and strange_keys(kind, keys):
+                    return None  # of a program, such as GPT-NeoX, that hands a part of it on
                 return Found(path=path, sort="config", kind=kind, why=why)
     return None
 
@@ -244,6 +246,19 @@ def top_keys(text: str, suffix: str) -> frozenset[str]:
     return frozenset(map(str, data)) if isinstance(data, dict) else frozenset()
 
 
+def _template(text: str) -> bool:
+    """Whether a JSON is one only once something has filled in its values, as ``sed`` does."""
+    filled, count = _OPEN.subn(r"\1null", text)
+    try:
+        return count > 0 and isinstance(json.loads(plain_json(filled)), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+_OPEN = re.compile(
+    r"(:\s*)(?:\$\{?\w+\}?|\{\{[^{}\n]*\}\}|<\w+>|%\w+%|@\w+@|(?!(?:TRUE|FALSE|NULL|NONE)\b)[A-Z](?:\w*_\w*|[A-Z]{2}\w*))(?=\s*[,}\]])"
+)
+"""A value of JSON that stands for another one."""
 _JSON_MARKS = ("engine", "kind", *sorted({key for _, groups in _TELLS for key in groups[0]}))
 
 

@@ -62,6 +62,10 @@ FOREIGN = {
     "single.yaml": "engine: single\nhost: h\nport: 1\n",
     "recipe.yaml": "optimizer: adamw\nprecision: bf16\nclip: 1.0\naccumulation: 4\n",
     "data.json": '{"train_batch_size": 8, "optimizer": "adam", "epochs": 3, "lr": 0.1}',
+    "neox.json": '{"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "num-layers": 12,'
+    ' "pipe-parallel-size": 1, "hidden-size": 768, "train-iters": 9, "data-impl": "mmap"}',
+    "template.json": '{"train_batch_size": CONFIG_BATCH_SIZE, "zero_optimization": {"stage": ${zero_stage}},\n'
+    ' "fp16": {"enabled": "FP16", "loss_scale": QuantW_SCALE}}',
     "diffusers.yaml": "output_dirs: [a]\nresolution: 512\nlearning_rates: [1]\n",
 }
 
@@ -70,6 +74,14 @@ FOREIGN = {
 def test_a_file_of_others_is_taken_for_nothing(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(FOREIGN[name])
     assert found(str(tmp_path / name)) is None
+
+
+@pytest.mark.parametrize("text", ['{"train_batch_size": TRUE}', '{"train_batch_size": 8 "zero_optimization": {}}'])
+def test_a_mistake_in_a_value_makes_no_template(text: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        text.replace("}", ',\n"zero_optimization": {"stage": 2},\n"steps_per_print": 1}', 1)
+    )
+    assert found(str(tmp_path / "ds.json")) is not None
 
 
 RUN = "torchrun --nproc_per_node 8 train.py\n"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
@@ -50,6 +52,7 @@ def read_axolotl(source: Source) -> Imported:
         what = "weights of float16 that are trained as they are, without copies in float32 or a loss scale"
         file.error("not-supported", "float16", what, "Write fp16: true.")
     offload = _offloaded(file)
+    _say_refused(file)
     _sharding(file)
     sizes = _sizes(file)
     steps = _accumulation(file)
@@ -69,7 +72,7 @@ def read_axolotl(source: Source) -> Imported:
         backend = TorchAO(float8_all_gather=gathered)
         config = evolve(config, precision=FP8(backend=backend, reduce_dtype=reduce, master_weights=not full))
     if sizes and isinstance(config.engine, FSDP2):
-        config = evolve(config, mesh=Mesh(**{"shard": -1} | sizes))
+        config = evolve(config, mesh=_mesh(sizes))
     parts = any(file.data.get(name) for name in ("adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"))
     return evolve(imported, config=config, model=None if parts else named_model(file, "base_model"))
 
@@ -123,7 +126,10 @@ def _offloaded(file: Foreign) -> bool:
 
 
 def _sharding(file: Foreign) -> None:
-    """``fsdp_version`` at the top is one of ``fsdp_config``, which alone asks for FSDP."""
+    """``fsdp_version`` at the top is one of ``fsdp_config``, which alone asks for FSDP.
+
+    Keys that axolotl does not hand on to FSDP, or that it reads itself, are left out of the section.
+    """
     section = file.data.get("fsdp_config")
     if not isinstance(section, dict) or not section:
         return
@@ -134,6 +140,32 @@ def _sharding(file: Foreign) -> None:
         file.data["fsdp"] = True
         file.places["fsdp"] = file.places.get("fsdp_config", (1, 1))
         file.shown_as["fsdp"] = "fsdp_config"
+    said = _Said.of(file)
+    for key in tuple(section):
+        name, path = str(key).removeprefix("fsdp_"), f"fsdp_config.{key}"
+        if name == "use_orig_params" and said.version == "2" and _reads_orig_params(said):
+            file.launching(path)
+            del section[key]
+        elif name in _DROPPED and said.version == "1":
+            if section[key] == _DROPPED[name]:
+                file.launching(path)
+            else:
+                file.without_effect(path, "axolotl 0.18 has no such key in fsdp_config, and passes it by")
+            del section[key]
+
+
+_DROPPED = {
+    "sharding_strategy": "FULL_SHARD",
+    "limit_all_gathers": True,
+    "backward_prefetch": "NO_PREFETCH",
+    "forward_prefetch": False,
+}
+"""Keys that ``FSDPConfig`` of axolotl 0.18 does not have, to what FSDP of version 1 does then."""
+
+
+def _reads_orig_params(said: _Said) -> bool:
+    """Whether something other than FSDP looks at the key: ``check_qgalore``, or a plugin (that of Spectrum does)."""
+    return said.optimizer == "q_galore_adamw8bit" or bool(said.data.get("plugins"))
 
 
 def _accumulation(file: Foreign) -> int | None:
@@ -156,3 +188,188 @@ def _sizes(file: Foreign) -> dict[str, int]:
             file.error("not-supported", name, why, "Write 1, and give its ranks to dp_shard_size.")
     found = {axis: file.count(name, f"mesh.{axis}") for name, axis in _SIZES}
     return {axis: size for axis, size in found.items() if size is not None}
+
+
+def _mesh(sizes: Mapping[str, int]) -> Mesh:
+    """The ranks as axolotl 0.18 lays them out under FSDP (``_get_parallel_config_kwargs``): 1 says nothing.
+
+    What shards leave is copies, where nobody says how many of them; without shards, what copies leave is shards.
+    """
+    copies, shards = sizes.get("replicate", 1), sizes.get("shard", 1)
+    left = 1 if shards <= 1 else -1
+    return Mesh(
+        replicate=copies if copies > 1 else left,
+        shard=shards if shards > 1 else -1,
+        tensor=max(sizes.get("tensor", 1), 1),
+    )
+
+
+# --- what axolotl refuses ---------------------------------------------------------------------------------------------
+
+
+@frozen
+class _Said:
+    """What a file says of optimizer and sharding, as axolotl's validators look at it."""
+
+    data: Mapping[str, Any]
+    section: Mapping[str, Any]
+    """``fsdp_config`` without the ``fsdp_`` that its keys may begin with."""
+
+    @staticmethod
+    def of(file: Foreign) -> _Said:
+        section = file.data.get("fsdp_config")
+        given = section if isinstance(section, dict) else {}
+        return _Said(file.data, {str(key).removeprefix("fsdp_"): value for key, value in given.items()})
+
+    @property
+    def version(self) -> str:
+        """The version of FSDP, 1 where nothing is said (``check_fsdp_version_in_fsdp_config``); empty: no FSDP."""
+        if not (self.section or self.data.get("fsdp")):
+            return ""
+        return str(self.section.get("version") or self.data.get("fsdp_version") or 1)
+
+    @property
+    def optimizer(self) -> str:
+        return str(self.data.get("optimizer") or "")
+
+    def on(self, name: str) -> bool:
+        """Whether a switch, or anything else, is given at the top."""
+        return str(self.data.get(name) or "false").lower() not in ("false", "no", "off", "0", "none")
+
+
+@frozen
+class _Refusal:
+    """What axolotl 0.18 raises an error for before it starts."""
+
+    at: str
+    """The key that is told."""
+    when: Callable[[_Said], bool]
+    what: str
+    fix: str
+
+
+_REFUSALS = (
+    _Refusal(
+        "dp_shard_size",
+        lambda said: not said.version and str(said.data["dp_shard_size"]) not in ("0", "1"),
+        "axolotl refuses it without fsdp_config, where several processes start",
+        "Write an fsdp_config, with fsdp_version: 2, or remove it.",
+    ),
+    _Refusal(
+        "optimizer",
+        lambda said: said.version == "2" and said.optimizer in ("adamw_8bit", "adamw_bnb_8bit"),
+        "axolotl refuses it under FSDP of version 2, whose shards bitsandbytes cannot step",
+        "Write optimizer: adamw_torch_8bit.",
+    ),
+    _Refusal(
+        "optimizer",
+        lambda said: said.version == "1" and "8bit" in said.optimizer and said.section.get("offload_params") is True,
+        "axolotl refuses an optimizer of 8 bits with offload_params under FSDP of version 1",
+        "Write optimizer: adamw_torch_8bit, with fsdp_version: 2.",
+    ),
+    _Refusal(
+        "optimizer",
+        lambda said: (
+            said.version == "1"
+            and (said.optimizer in ("muon", "q_galore_adamw8bit") or said.optimizer.startswith("flash_"))
+        ),
+        "axolotl refuses it under FSDP of version 1, which it takes where no version is given",
+        "Write fsdp_version: 2.",
+    ),
+    _Refusal(
+        "optimizer",
+        lambda said: (
+            said.on("deepspeed")
+            and (said.optimizer in ("muon", "q_galore_adamw8bit") or said.optimizer.startswith("flash_"))
+        ),
+        "axolotl refuses it with deepspeed",
+        "Write optimizer: adamw_torch_fused, or fsdp_config with fsdp_version: 2 in the place of deepspeed.",
+    ),
+    _Refusal(
+        "optimizer",
+        lambda said: (
+            said.optimizer == "q_galore_adamw8bit"
+            and said.version == "2"
+            and said.section.get("use_orig_params") is not True
+        ),
+        "axolotl refuses it under FSDP without use_orig_params: true in fsdp_config",
+        "Write use_orig_params: true into fsdp_config.",
+    ),
+    _Refusal(
+        "adapter",
+        lambda said: said.optimizer == "q_galore_adamw8bit" and said.on("adapter"),
+        "axolotl refuses it with optimizer: q_galore_adamw8bit, which trains whole weights",
+        "Remove it, or write optimizer: adamw_torch_fused.",
+    ),
+    _Refusal(
+        "fp8_enable_fsdp_float8_all_gather",
+        lambda said: said.on("fp8_enable_fsdp_float8_all_gather") and said.version == "1",
+        "axolotl refuses it without FSDP of version 2",
+        "Write fsdp_version: 2.",
+    ),
+    _Refusal(
+        "fsdp_config",
+        lambda said: (
+            said.section.get("cpu_offload_pin_memory") is False
+            and (said.version == "1" or not said.section.get("offload_params"))
+        ),
+        "axolotl refuses cpu_offload_pin_memory: false without offload_params: true and FSDP of version 2",
+        "Write offload_params: true, and fsdp_version: 2.",
+    ),
+    _Refusal(
+        "fsdp_config",
+        lambda said: said.version == "1" and isinstance(said.section.get("reshard_after_forward"), bool),
+        "a switch as reshard_after_forward is refused under FSDP of version 1, the one that no version means",
+        "Write fsdp_version: 2, or remove reshard_after_forward.",
+    ),
+    _Refusal(
+        "rl",
+        lambda said: (
+            said.version == "2"
+            and said.data["rl"] in ("dpo", "kto", "orpo", "ipo")
+            and (said.on("load_in_8bit") or said.on("load_in_4bit"))
+        ),
+        "axolotl refuses it with weights of 8 or 4 bits under FSDP of version 2",
+        "Write fsdp_version: 1, or deepspeed in the place of fsdp_config.",
+    ),
+    _Refusal(
+        "warmup_steps",
+        lambda said: isinstance(steps := said.data["warmup_steps"], float) and not steps.is_integer(),
+        "axolotl takes whole steps here, and refuses a part of them",
+        "Write warmup_ratio with the same number in its place.",
+    ),
+    _Refusal(
+        "warmup_ratio",
+        lambda said: said.on("warmup_ratio") and said.on("warmup_steps"),
+        "axolotl refuses it beside warmup_steps",
+        "Keep one of them.",
+    ),
+)
+_REMOVED = {
+    "max_packed_sequence_len": "Write sequence_len, with sample_packing: true.",
+    "rope_scaling": "Write it below overrides_of_model_config.",
+    "dpo_use_logits_to_keep": "Remove it.",
+    "dpo_generate_during_eval": "Remove it.",
+    "dpo_norm_loss": "Remove it.",
+    "rpo_alpha": "Remove it.",
+    "s2_attention": "Remove it.",
+    "flash_attn_rms_norm": "Remove it.",
+    "unsloth_cross_entropy_loss": "Remove it.",
+    "unsloth_lora_mlp": "Write lora_mlp_kernel.",
+    "unsloth_lora_qkv": "Write lora_qkv_kernel.",
+    "unsloth_lora_o": "Write lora_o_kernel.",
+    "unsloth_rms_norm": "Remove it.",
+    "unsloth_rope": "Remove it.",
+}
+"""Keys that axolotl 0.18 raises an error for (``DeprecatedParameters``, ``check_deprecated_unsloth_fields``)."""
+
+
+def _say_refused(file: Foreign) -> None:
+    """Says what axolotl 0.18 does not start with."""
+    said = _Said.of(file)
+    for row in _REFUSALS:
+        if file.data.get(row.at) is not None and row.when(said):
+            file.error("contradiction", row.at, row.what, row.fix, misread=False)
+    for name, fix in _REMOVED.items():
+        if said.on(name) or (name[:4] in ("dpo_", "rpo_") and file.data.get(name) is not None):  # false too
+            file.error("unknown-key", name, "axolotl 0.18 has it no longer, and refuses it", fix, misread=False)

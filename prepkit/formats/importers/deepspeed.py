@@ -8,6 +8,7 @@ from typing import Any
 from attrs import evolve
 
 from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed, Precision
+from prepkit.formats.importers.argument_keys import strange_keys
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP
@@ -32,6 +33,9 @@ def read_deepspeed(source: Source, asked: Precision | None = None) -> Imported:
         what = f"it has none of {', '.join(_KNOWN_BY)}"
         file.error("wrong-value", "", what, "Give a config of DeepSpeed, or say whose file it is with --from.")
         return file.imported(Config())
+    for key in strange_keys("deepspeed", file.data):  # of the program that hands the rest on
+        file.launching(key)
+        del file.data[key]
     return file.imported(from_json(file, asked))
 
 

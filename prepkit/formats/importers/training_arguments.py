@@ -33,7 +33,7 @@ from prepkit.config import (
 from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
-from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW
+from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW, strange_keys
 from prepkit.formats.importers.argument_values import judge
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
@@ -51,7 +51,10 @@ def read_training_arguments(source: Source) -> Imported:
     Raises ``PlanRejected`` with every finding.
     """
     file = foreign("transformers", source)
-    _say_gone(file)
+    if strange_keys("transformers", file.data):
+        file.launching(*(key for key in file.data if key not in NOW))
+    else:
+        _say_gone(file)
     return training_arguments(file, Path(source.path))
 
 
@@ -408,7 +411,8 @@ def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
     named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
     typed = {f"{_HERE}{str(key).removeprefix('fsdp_')}": f"fsdp_config.{key}" for key in section}
     _older_names(file, named, typed)
-    named["fsdp_version"] = {"1": 1, "2": 2}.get(str(named.get("fsdp_version", 2)), named.get("fsdp_version"))
+    unsaid = _UNSAID.get(file.kind, 2)
+    named["fsdp_version"] = {"1": 1, "2": 2}.get(str(named.get("fsdp_version", unsaid)), named.get("fsdp_version"))
     named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
     _renamed(file, words, named, typed)
     inner = Foreign(
@@ -424,6 +428,14 @@ def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
     for name in ("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):  # which are read with xla only
         inner.raw(f"{_HERE}{name}")
     return inner
+
+
+_UNSAID = {"axolotl": 1}
+"""Library to the version of FSDP where nothing is said, if it is another than transformers' (5.10 and later) 2.
+
+axolotl 0.18 writes 1 into ``fsdp_config`` (``check_fsdp_version_in_fsdp_config``); what else is not said there is the
+Trainer's, ``use_orig_params`` and ``sync_module_states`` true (transformers 5.14, which it asks for, to 5.23).
+"""
 
 
 def _older_names(file: Foreign, named: dict[str, Any], typed: dict[str, str]) -> None:

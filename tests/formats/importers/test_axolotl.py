@@ -9,6 +9,7 @@ import pytest
 from prepkit.config import (
     BF16,
     FP8,
+    FSDP1,
     FSDP2,
     CheckpointBlocks,
     CompileModel,
@@ -16,10 +17,12 @@ from prepkit.config import (
     Mesh,
     OffloadToCPU,
     TorchAO,
+    WrapBlocks,
     WrapClasses,
 )
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers import Imported, import_config
+from tests.support.command_line import run
 
 
 def read(tmp_path: Path, text: str) -> Imported:
@@ -117,3 +120,111 @@ def test_the_micro_batch_fills_in_deepspeeds_file(tmp_path: Path) -> None:
     engine = read(tmp_path, "deepspeed: zero1.json\nmicro_batch_size: 3\n").config.engine
     assert isinstance(engine, DeepSpeed)
     assert engine.micro_batch == 3
+
+
+OLD = """\
+bf16: true
+fsdp: [full_shard, auto_wrap]
+fsdp_config:
+  fsdp_limit_all_gathers: true
+  fsdp_sync_module_states: true
+  fsdp_offload_params: true
+  fsdp_use_orig_params: false
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_sharding_strategy: FULL_SHARD
+"""
+
+
+def test_fsdp_without_a_version_is_of_version_1_and_all_that_it_reads_stays(tmp_path: Path) -> None:
+    imported = read(tmp_path, OLD)
+    expected = FSDP1(
+        wrap=WrapBlocks(),
+        offload=True,
+        use_orig_params=False,
+        sync_module_states=True,
+        backward_prefetch="NO_PREFETCH",
+        buffer_dtype="bfloat16",
+    )
+    assert imported.config.engine == expected
+    assert not imported.notes
+    run("check", "--fix", str(tmp_path / "axolotl.yml"))
+    assert (tmp_path / "axolotl.yml").read_text() == f"base_model: some/model\n{OLD}"
+    assert read(tmp_path, "fsdp_config: {offload_params: true}\nfsdp_version: 2\n").config.engine == FSDP2(
+        wrap=WrapBlocks(), offload=OffloadToCPU()
+    )
+
+
+def test_what_axolotl_does_not_hand_on_to_version_1_is_said_where_it_would_change_the_run(tmp_path: Path) -> None:
+    imported = read(tmp_path, "fsdp_config:\n  sharding_strategy: SHARD_GRAD_OP\n  forward_prefetch: false\n")
+    assert [note.where.rpartition(".")[2] for note in imported.notes] == ["sharding_strategy"]
+    assert imported.config.engine == FSDP1(
+        wrap=WrapBlocks(), sync_module_states=True, backward_prefetch="NO_PREFETCH", buffer_dtype=None
+    )
+
+
+def test_a_key_that_only_axolotl_looks_at_is_left_where_it_is(tmp_path: Path) -> None:
+    fsdp = "fsdp_version: 2\nfsdp_config:\n  use_orig_params: true\n"
+    for reader in ("optimizer: q_galore_adamw8bit\n", "plugins: [axolotl.integrations.spectrum.SpectrumPlugin]\n"):
+        imported = read(tmp_path, fsdp + reader)
+        assert not imported.notes
+        assert "fsdp_config.use_orig_params" in {origin.key for origin in imported.not_preparation}
+    assert [note.rule for note in read(tmp_path, fsdp).notes] == ["import.no-effect"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ("dp_shard_size: 1\ndp_replicate_size: 1\n", Mesh(replicate=1, shard=-1)),
+        ("dp_shard_size: 2\n", Mesh(replicate=-1, shard=2)),
+        ("dp_replicate_size: 2\n", Mesh(replicate=2, shard=-1)),
+        ("dp_shard_size: 1\ndp_replicate_size: 2\n", Mesh(replicate=2, shard=-1)),
+        ("tensor_parallel_size: 2\n", Mesh(shard=-1, tensor=2)),
+    ],
+)
+def test_ranks_that_no_size_names_are_laid_out_as_axolotl_does(sizes: str, mesh: Mesh, tmp_path: Path) -> None:
+    text = f"micro_batch_size: 1\nfsdp_version: 2\nfsdp_config: {{offload_params: false}}\n{sizes}"
+    assert read(tmp_path, text).config.mesh == mesh
+    said = run("check", str(tmp_path / "axolotl.yml"), "--world-size", "8", "--per-node", "8")
+    assert "mesh.not-world-size" not in said.stdout
+
+
+V2, V1 = "fsdp_version: 2\nfsdp_config: {use_orig_params: false}\n", "fsdp_config: {offload_params: true}\n"
+REFUSED = [
+    ("dp_shard_size: 4\n", "dp_shard_size"),
+    (f"{V2}optimizer: adamw_bnb_8bit\n", "optimizer"),
+    (f"{V1}optimizer: adamw_bnb_8bit\n", "optimizer"),
+    (f"{V1}optimizer: muon\n", "optimizer"),
+    ("deepspeed: {zero_optimization: {stage: 1}}\noptimizer: flash_adamw\n", "optimizer"),
+    (f"{V2}optimizer: q_galore_adamw8bit\n", "optimizer"),
+    ("adapter: lora\noptimizer: q_galore_adamw8bit\n", "adapter"),
+    (f"{V1}fp8: true\nfp8_enable_fsdp_float8_all_gather: true\n", "fp8_enable_fsdp_float8_all_gather"),
+    ("fsdp_version: 2\nfsdp_config: {cpu_offload_pin_memory: false}\n", "fsdp_config"),
+    ("fsdp_config: {reshard_after_forward: true}\n", "fsdp_config"),
+    (f"{V2}rl: dpo\nload_in_4bit: true\n", "rl"),
+    ("warmup_steps: 0.1\n", "warmup_steps"),
+    ("warmup_steps: 5\nwarmup_ratio: 0.1\n", "warmup_ratio"),
+    ("unsloth_rope: true\n", "unsloth_rope"),
+    ("dpo_norm_loss: false\n", "dpo_norm_loss"),
+]
+TAKEN = [
+    "dp_shard_size: 1\n",
+    f"{V2}optimizer: adamw_torch_8bit\n",
+    f"{V2}optimizer: muon\ndp_shard_size: 2\n",
+    "fsdp_config: {version: 2}\nfp8: true\nfp8_enable_fsdp_float8_all_gather: true\noptimizer: adamw_torch_fused\n",
+    f"{V2[:-2]}, reshard_after_forward: true, cpu_offload_pin_memory: false, offload_params: true}}\n",
+    "warmup_steps: 10\nunsloth_rope: false\nadapter: lora\noptimizer: adamw_bnb_8bit\n",
+    f"{V1}rl: dpo\nload_in_4bit: true\nadapter: qlora\n",
+]
+
+
+@pytest.mark.parametrize(("text", "key"), REFUSED)
+def test_what_axolotl_refuses_is_an_error_at_its_key(text: str, key: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, text)
+    errors = [found for found in refused.value.findings if "refuse" in found.what]
+    assert [found.where.rpartition(" ")[2] for found in errors] == [key]
+
+
+@pytest.mark.parametrize("text", TAKEN)
+def test_what_axolotl_takes_is_no_error(text: str, tmp_path: Path) -> None:
+    assert read(tmp_path, text).kind == "axolotl"

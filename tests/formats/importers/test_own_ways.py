@@ -109,3 +109,54 @@ def test_a_fix_is_what_is_typed_in_the_file(name: str, text: str, fix: str, tmp_
     (tmp_path / name).write_text(text)
     (found,) = json.loads(run("check", str(tmp_path / name), "--json").stdout)["findings"]
     assert found["fix"].startswith(fix)
+
+
+_BORROWED = """\
+model_name_or_path: a/b
+output_dir: x
+per_device_train_batch_size: 1
+learning_rate: 1.0e-5
+num_train_epochs: 2
+warmup_ratio: 0.03
+report_to: [wandb]
+"""
+_STRANGE = {
+    "open-instruct": "dataset_mixer: {a: 1}\nwith_tracking: true\ncheckpointing_steps: 9\nuse_slow_tokenizer: true\n",
+    "ms-swift": "model: a\ntuner_type: lora\nsplit_dataset_ratio: 0.1\nmodel_author: b\nsave_safetensors: true\n",
+    "torchtune": "tokenizer: {_component_: t}\ncheckpointer: {_component_: c}\ncustom_sharded_layers: []\n",
+}
+
+
+@pytest.mark.parametrize("program", _STRANGE)
+def test_a_program_with_arguments_of_its_own_does_with_a_key_what_it_likes(program: str, tmp_path: Path) -> None:
+    """open-instruct has its own dataclasses, ms-swift turns ``warmup_ratio`` into steps: neither refuses a key."""
+    (tmp_path / "a.yaml").write_text(_BORROWED + _STRANGE[program])
+    assert json.loads(run("check", str(tmp_path), "--json").stdout)["findings"] == []
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "warmup_stepz: 3\nloging_steps: 1\nsave_stratgy: 'no'\n",
+        "dataset_name: a\nmax_seq_length: 9\nuse_peft: true\nlora_r: 8\ntorch_dtype: bfloat16\nmy_own: 1\n",
+    ],
+)
+def test_a_key_that_is_gone_is_told_beside_slips_and_keys_of_scripts_that_use_the_class(
+    more: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.yaml").write_text(_BORROWED + more)
+    found = json.loads(run("check", str(tmp_path), "--json").stdout)["findings"]
+    assert [one["rule"] for one in found] == ["import.unknown-key"] * (1 + 3 * more.startswith("warmup_stepz"))
+
+
+def test_a_program_that_hands_a_part_of_its_file_to_deepspeed_is_asked_about_that_part_alone(tmp_path: Path) -> None:
+    data = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    neox = {"num-layers": 12, "pipe-parallel-size": 1, "hidden-size": 768, "train-iters": 9}
+    path = tmp_path / "neox.json"
+    path.write_text(json.dumps(data | neox))
+    assert json.loads(run("check", str(path), "--json").stdout)["findings"] == []
+    assert {origin.key for origin in import_config(path, "deepspeed").not_preparation} == neox.keys()
+    path.write_text(json.dumps(data | {"num-layers": 12, "my-own": 1}))
+    found = json.loads(run("check", str(path), "--json").stdout)["findings"]
+    assert [one["rule"] for one in found] == ["deepspeed.unknown-key"] * 2
