@@ -34,10 +34,17 @@ MOST = 1_000
 LARGEST = 2**20
 """Bytes of one policy."""
 _TABLES = {"deny": Severity.ERROR, "warn": Severity.WARNING}
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equal as JSON has it, where ``true`` is not 1."""
+    return isinstance(value, bool) is isinstance(wanted, bool) and bool(value == wanted)
+
+
 _TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "above": lambda value, limit: value > limit,
     "below": lambda value, limit: value < limit,
-    "is": lambda value, wanted: _same(value, wanted),
+    "is": _same,
     "is_not": lambda value, wanted: not _same(value, wanted),
     "in": lambda value, wanted: any(_same(value, one) for one in wanted),
     "not_in": lambda value, wanted: not any(_same(value, one) for one in wanted),
@@ -105,11 +112,6 @@ def _asked(values: dict[str, Any], what: str) -> Iterator[Any]:
     for value in every(values, what):
         for one in value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]:
             yield one.get(TAG) if isinstance(one, dict) else one
-
-
-def _same(value: Any, wanted: Any) -> bool:
-    """Equal as JSON has it, where ``true`` is not 1."""
-    return isinstance(value, bool) is isinstance(wanted, bool) and bool(value == wanted)
 
 
 def _is_number(value: object) -> bool:
@@ -378,7 +380,12 @@ class _Reader:
                 fitting = any(field_types.may_be(kind, one) for kind in kinds)
             if not fitting:
                 self.say(at_, *_never(what, test, one, kinds))
-            elif what in _IDS and test == "has" and one not in by_id() and (near := get_close_matches(one, by_id(), 1, 0.9)):
+            elif (
+                what in _IDS
+                and test == "has"
+                and one not in by_id()
+                and (near := get_close_matches(one, by_id(), 1, 0.9))
+            ):
                 self.say(at_, f"there is no rule {one}", f'Write "{near[0]}".')
         return value
 

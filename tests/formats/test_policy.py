@@ -167,7 +167,11 @@ def test_each_of_several_optimizers_is_asked_and_true_is_not_one(folder: Path) -
         ('what = "config.engine.stage.x"\nis = 1', "config.engine.stage has no 'x'", 'Write "config.engine.stage"'),
         ('what = "config.engine"\nis = "FSPD2"', "and never 'FSPD2'", 'Write "FSDP2".'),
         ('what = "config.engine"\nin = []', "the list is empty", "Write what it may have."),
-        ('what = "config.mesh"\nis = "x"', "config.mesh is no single value", "Ask about one of its settings: replicate"),
+        (
+            'what = "config.mesh"\nis = "x"',
+            "config.mesh is no single value",
+            "Ask about one of its settings: replicate",
+        ),
         ('what = "config.average_each"\nis = 1', "and never 1", "Write true or false."),
         ('what = "config.precision"\nabove = 8', "and no number", "Write is, is_not, in or not_in."),
         ('what = "engine"\nin = ["DDP", "FSDP3"]', "and never 'FSDP3'", 'Write "FSDP2".'),
@@ -178,7 +182,7 @@ def test_each_of_several_optimizers_is_asked_and_true_is_not_one(folder: Path) -
         ('what = "memory"\nabove = 8', "a plan says no 'memory'", "Write one of memory.for_certain, memory.at_most"),
     ],
 )
-def test_a_threshold_that_no_plan_can_break_is_refused_at_its_line(folder: Path, line: str, what: str, fix: str) -> None:
+def test_what_no_plan_can_break_is_refused_at_its_line(folder: Path, line: str, what: str, fix: str) -> None:
     with pytest.raises(PlanRejected) as refused:
         policy(folder, f'[[deny]]\nid = "ours.x"\nbecause = "y"\n{line}\n')
     (found,) = refused.value.findings
