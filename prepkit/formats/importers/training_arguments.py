@@ -37,7 +37,7 @@ from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW
 from prepkit.formats.importers.argument_values import judge
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
-from prepkit.formats.importers.positions import LineColumn
+from prepkit.formats.importers.positions import LineColumn, positions
 from prepkit.formats.importers.source import JSON, Imported, Source, read
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, look
 
@@ -350,7 +350,10 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
         inner.error("contradiction", f"{_HERE}activation_checkpointing", what, "Keep one of them.", misread=False)
     inner.launching(f"{_HERE}final_state_dict_type")
     file.covered("fsdp_config")
+    inner.raw(f"{_HERE}cpu_offload")  # which is read by its other name
     inner.say_unknown()
+    above = "" if inner.sources else "fsdp_config."
+    inner.findings = [evolve(one, fix=one.fix.replace(_HERE, above)) for one in inner.findings]
     file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
     file.not_preparation += inner.not_preparation
     file.findings += inner.findings
@@ -362,15 +365,22 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
 
 def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
     """``fsdp_config`` under accelerate's names, shown as the file has them, in the file or in a JSON of its own."""
-    section: Any = file.data.get("fsdp_config") or {}
-    if isinstance(section, str):
-        section = _json(file, "fsdp_config", section, path)
+    section: Any = _typed_out(file.data.get("fsdp_config") or {})
+    there: Source | None = None
+    if isinstance(section, str) and section.startswith("{"):
+        what = "the Trainer reads what begins with a brace as JSON, and this is none"
+        file.error("wrong-value", "fsdp_config", what, "Write it as JSON, or the path of a JSON file.")
+        section = {}
+    elif isinstance(section, str):
+        there = _json(file, "fsdp_config", section, path)
+        section = {} if there is None else there.data()
     if not isinstance(section, dict):
         file.error("wrong-type", "fsdp_config", f"{shown(section)} is no section", "Write keys below it, or remove it.")
         section = {}
     words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
     named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
-    typed = {f"{_HERE}{str(key).removeprefix('fsdp_')}": f"fsdp_config.{key}" for key in section}
+    above = "" if there else "fsdp_config."
+    typed = {f"{_HERE}{str(key).removeprefix('fsdp_')}": f"{above}{key}" for key in section}
     _older_names(file, named, typed)
     named["fsdp_version"] = {"1": 1, "2": 2}.get(str(named.get("fsdp_version", 2)), named.get("fsdp_version"))
     named.setdefault("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
@@ -379,8 +389,9 @@ def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
         kind=file.kind,
         source=file.source,
         data={"fsdp_config": named},
-        places={name: place for name, key in typed.items() if (place := file.places.get(key))},
+        places={name: place for name, key in typed.items() if (place := _place(file, key, section, there))},
         shown_as=typed,
+        sources={name: there.path for name, key in typed.items() if key in section} if there else {},
     )
     if inner.flag(f"{_HERE}xla"):
         what = "torch_xla's own FSDP shards then, and prepkit's XLA engine shards nothing"
@@ -388,6 +399,13 @@ def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
     for name in ("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):  # which are read with xla only
         inner.raw(f"{_HERE}{name}")
     return inner
+
+
+def _place(file: Foreign, key: str, section: dict[str, Any], there: Source | None) -> LineColumn | None:
+    """Where a key stands: in the JSON that is named, below ``fsdp_config``, or where that holds all of it as text."""
+    if there is not None and key in section:
+        return positions(there.text, there.suffix).get(key)
+    return file.places.get(key, file.places.get(key.partition(".")[0]))
 
 
 def _older_names(file: Foreign, named: dict[str, Any], typed: dict[str, str]) -> None:
@@ -447,17 +465,20 @@ def _reduced(precision: Precision) -> Precision:
     return precision
 
 
-def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
+def _json(file: Foreign, key: str, name: str, path: Path) -> Source | None:
+    """The JSON that a key names; None, with a finding, where it is not there or cannot be read."""
     found = beside(name, path)
     if found is None:
         file.missing(key, name, path)
-        return {}
+        return None
     file.named.append(str(found))
-    held: dict[str, Any] = {}
+    held: list[Source] = []
 
     def inside() -> Imported:
-        held.update(read(str(found), JSON).data())
+        source = read(str(found), JSON)
+        source.data()
+        held.append(source)
         return Imported(config=Config(), kind=file.kind)
 
     file.part(key, inside)  # what else is wrong is told beside it
-    return held
+    return held[0] if held else None
