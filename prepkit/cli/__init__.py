@@ -334,7 +334,7 @@ def diff(what: tuple[str, ...], model: str | None, cluster: Cluster, comment: bo
     from prepkit.cli import revisions
 
     if revisions.is_range(what):
-        every = revisions.changed(what, revisions.planner(model, cluster))
+        every = revisions.changed(what, revisions.planner(model, cluster), cluster)
         if as_json:
             say_json({"files": revisions.data_of(every)})
         else:

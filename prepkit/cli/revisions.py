@@ -20,9 +20,11 @@ from attrs import evolve, field, frozen
 from prepkit import codec
 from prepkit.cli import import_and_export as cli_import
 from prepkit.cli import plan_files as cli_files
+from prepkit.cli.examined import examined
+from prepkit.cli.options import Cluster
 from prepkit.config import Config
 from prepkit.facts import Env, Facts
-from prepkit.findings import PlanRejected
+from prepkit.findings import Finding, PlanRejected, errors
 from prepkit.findings.text import in_bytes
 from prepkit.formats.found import SCRIPTS, found
 from prepkit.formats.importers.source import Imported
@@ -35,6 +37,8 @@ MARK = "<!-- prepkit diff -->"
 """First line of the comment, by which the next run finds it and writes it anew."""
 LARGEST = 2**28
 """Bytes of the configs of one revision."""
+_MOST = 100
+"""Shares above this, ten thousand percent, say nothing."""
 _SUFFIXES = (".yaml", ".yml", ".json", ".toml", *SCRIPTS, "")
 _NUMBERS = (
     ("memory for certain", "memory.for_certain"),
@@ -86,10 +90,11 @@ class Number:
 
     @property
     def share(self) -> str:
-        """The change in percent, where both are numbers."""
+        """The change in percent, where both are numbers, and it is no leap from next to nothing."""
         if not isinstance(self.before, int) or not isinstance(self.after, int) or not self.before:
             return ""
-        return f"{100 * (self.after - self.before) / self.before:+.0f} %"
+        share = (self.after - self.before) / self.before
+        return f"{100 * share:+.0f} %" if share < _MOST else ""
 
     def texts(self) -> tuple[str, str]:
         """Both values as people read them."""
@@ -125,8 +130,11 @@ def is_range(words: tuple[str, ...]) -> bool:
     return bool(words) and ".." in words[0] and not Path(words[0]).exists()
 
 
-def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
-    """What changed of the configs and plans below the paths. Ends the command where git knows no such revisions."""
+def changed(words: tuple[str, ...], plans: Plans, cluster: Cluster) -> tuple[Changed, ...]:
+    """What changed of the configs and plans below the paths, without any in the whole repository.
+
+    Ends the command where git knows no such revisions.
+    """
     base, dots, head = re.fullmatch(r"(.*?)(\.{2,3})(.*)", words[0]).groups()  # type: ignore[union-attr]
     base, head = base or "HEAD", head or "HEAD"
     if dots == "...":
@@ -136,7 +144,7 @@ def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
     )
     for path in words[1:]:
         _demand(path, base, head)
-    names = _git("diff", "--name-only", "--relative", "-z", "--no-renames", base, head, "--", *(words[1:] or (".",)))
+    names = _git("diff", "--name-only", "--no-relative", "-z", "--no-renames", base, head, "--", *words[1:])
     files = [
         name
         for name in names.decode(errors="replace").split("\0")
@@ -149,8 +157,16 @@ def changed(words: tuple[str, ...], plans: Plans) -> tuple[Changed, ...]:
         sides = [
             _checked_out(revision, Path(folder, name), bare) for revision, name in ((base, "base"), (head, "head"))
         ]
-        every = [_compared(file, *(_side(Path(side, file), file, plans) for side in sides)) for file in files]
+        top = _git("rev-parse", "--show-toplevel").decode(errors="replace").rstrip("\n")
+        every = [
+            _compared(_from_here(top, file), *(_side(side, file, plans, cluster) for side in sides)) for file in files
+        ]
     return tuple(one for one in every if one is not None and not one.empty)
+
+
+def _from_here(top: str, file: str) -> str:
+    """The path of a file of the repository as one types it in the folder where the command runs."""
+    return Path(os.path.relpath(Path(top, file))).as_posix()
 
 
 def _demand(path: str, *revisions: str) -> None:
@@ -167,7 +183,7 @@ def _git(*words: str) -> bytes:
         raise click.UsageError(f"git cannot be run: {error.strerror}") from None
     if done.returncode:
         said_ = done.stderr.decode(errors="replace").strip().splitlines() or ["it says nothing"]
-        raise click.UsageError(f"git {words[0]}: {said_[0]}")
+        raise click.UsageError(f"git {words[2] if words[0] == '-C' else words[0]}: {said_[0]}")
     return done.stdout
 
 
@@ -177,13 +193,14 @@ def _checked_out(revision: str, folder: Path, bare: frozenset[str]) -> Path:
     ``bare``: files without an extension, which may be scripts.
     """
     folder.mkdir()
-    names = _git("ls-tree", "-r", "-z", "--name-only", revision).decode(errors="replace").split("\0")
+    names = _git("ls-tree", "-r", "-z", "--full-tree", "--name-only", revision).decode(errors="replace").split("\0")
     endings = {suffix for name in names if (suffix := PurePosixPath(name).suffix).lower() in _SUFFIXES}
     sought = [*(f"*{suffix}" for suffix in sorted(endings - {""})), *sorted(bare & {*names})]
     if not sought:
         return folder
     size = 0
-    archive = _git("archive", "--format=tar", revision, "--", *sought)
+    top = _git("rev-parse", "--show-toplevel").decode(errors="replace").rstrip("\n")
+    archive = _git("-C", top, "archive", "--format=tar", revision, "--", *sought)
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         for member in tar:
             size += member.size
@@ -194,26 +211,36 @@ def _checked_out(revision: str, folder: Path, bare: frozenset[str]) -> Path:
     return folder
 
 
-def _side(path: Path, name: str, plans: Plans) -> Side | None:
+def _side(folder: Path, name: str, plans: Plans, cluster: Cluster) -> Side | None:
     """Return what the file is there; None where there is none, or nothing tells it to be of any concern."""
+    path = folder / name
     one = found(str(path)) if path.is_file() else None
     if one is None:
         return None
+    wrong = tuple(
+        finding if path.name in finding.where else evolve(finding, where=str(place))
+        for checked in examined((str(path),), cluster, one.kind if one.sort == "config" and one.kind else None)
+        for place, finding in checked.findings
+        if checked.found.path == str(path)
+    )
+    refused = _lines(wrong, folder)
     if one.sort == "script":
-        return Side(script=_lines_of(read_script(str(path))))
+        return Side(script=_lines_of(read_script(str(path))), refused=refused)
     if one.sort == "plan":
         loaded = cli_files.attempt(lambda: codec.load_plan(str(path)))
         if isinstance(loaded, PlanRejected):
-            return Side(refused=_lines(loaded, path, name))
-        return Side(config=loaded.config, plan=loaded)
+            return Side(refused=refused)
+        return Side(config=loaded.config, plan=loaded, refused=refused)
     read = cli_import.read(str(path), one.kind or None)
     if isinstance(read, PlanRejected):
-        return Side(refused=_lines(read, path, name))
-    config, starts = evolve(read.config, origins=()), _started(read)
+        return Side(refused=refused or _lines(read.findings, folder))
+    config, starts = evolve(read.config, origins=()), _started(read, cluster)
     made = plans(name, config, read)
     if isinstance(made, PlanRejected):
-        return Side(config=config, started=starts, refused=_lines(made, path, name))
-    return Side(config=config, started=starts, plan=made)
+        told = {finding.rule for finding in wrong}
+        more = tuple(finding for finding in made.findings if finding.rule not in told)
+        return Side(config=config, started=starts, refused=(*refused, *_lines(more, folder)))
+    return Side(config=config, started=starts, plan=made, refused=refused)
 
 
 def _lines_of(script: Script) -> dict[str, Any]:
@@ -231,18 +258,22 @@ def _lines_of(script: Script) -> dict[str, Any]:
     return values
 
 
-def _started(read: Imported) -> dict[str, Any]:
-    """What the file says of processes and machines, and of the model that it trains."""
-    size, each = read.world_size, read.per_node
+def _started(read: Imported, cluster: Cluster) -> dict[str, Any]:
+    """What the file says of processes and machines, and of the model that it trains; what is declared is no news."""
+    size, each = read.world_size, cluster.per_node or read.per_node
     nodes = -(-size // each) if size and each else None
     said_ = {"processes": size, "processes of a node": each, "nodes": nodes, "device": read.device, "model": read.model}
     return {name: value for name, value in said_.items() if value is not None}
 
 
-def _lines(refused: PlanRejected, path: Path, name: str) -> tuple[str, ...]:
-    from prepkit.findings import errors
+def _lines(findings: tuple[Finding, ...], folder: Path) -> tuple[str, ...]:
+    said_ = (f"{one.rule} at {one.where}: {one.what}" for one in errors(findings))
+    return tuple(dict.fromkeys(line.replace(f"{folder}/", "") for line in said_))
 
-    return tuple(f"{one.rule} at {one.where}: {one.what}".replace(str(path), name) for one in errors(refused.findings))
+
+def _without_lines(line: str) -> str:
+    """A finding wherever it stands: lines above it may be more or fewer."""
+    return re.sub(r":\d+:\d+", "", line)
 
 
 def _compared(file: str, before: Side | None, after: Side | None) -> Changed | None:
@@ -251,7 +282,8 @@ def _compared(file: str, before: Side | None, after: Side | None) -> Changed | N
     if after is None:
         return Changed(file=file, what="removed")
     old = before or Side()
-    refused = tuple(line for line in after.refused if line not in old.refused)
+    known = {_without_lines(line) for line in old.refused}
+    refused = tuple(line for line in after.refused if _without_lines(line) not in known)
     both = (old.config and after.config) or (old.script is not None and after.script is not None)
     changes = tuple(_settings(old, after)) if both else ()
     return Changed(
@@ -309,7 +341,7 @@ def _inside(value: Any) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def planner(model: str | None, cluster: Any) -> Plans:
+def planner(model: str | None, cluster: Cluster) -> Plans:
     """Makes plans for the model, which is looked at once; without one, none."""
     from prepkit.cli.verdict import judge
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
+from prepkit.codec.languages import TAG
 from prepkit.codec.text import shown
 from prepkit.config import CheckpointBlocks, OffloadToCPU
 from prepkit.facts import Observation
@@ -54,6 +55,30 @@ def kinds(union: Any) -> dict[str, type]:
     """Map the names of the members that a tag tells apart to their classes; empty for a single class without a tag."""
     classes = {member.__name__: member for member in get_args(union) if attrs.has(member)}
     return classes if len(classes) > 1 or not set(ALONE).isdisjoint(classes.values()) else {}
+
+
+def options(cls: Any) -> tuple[Any, ...]:
+    """List the types that a value may have: of a union its members, and beside a list of objects those objects too."""
+    found: list[Any] = []
+    for member in get_args(cls) if is_union(cls) else (cls,):
+        items = [one for item in get_args(member) for one in options(item)] if is_tuple(member) else []
+        found += (member, *(one for one in items if attrs.has(one)))
+    return tuple(dict.fromkeys(found))
+
+
+def within(cls: Any, name: str) -> tuple[Any, ...]:
+    """List the types of a setting of this name in the values of a type; empty where none of them has it."""
+    objects = [one for one in options(cls) if attrs.has(one)]
+    if name == TAG and (known := tuple(one.__name__ for one in objects if one in tagged())):
+        return (Literal[known],)
+    return tuple(field.type for one in objects for field in fields(one) if field.name == name)
+
+
+def names_within(cls: Any) -> tuple[str, ...]:
+    """List what values of a type have inside, in order; empty for what is no object."""
+    objects = [one for one in options(cls) if attrs.has(one)]
+    kind = (TAG,) if any(one in tagged() for one in objects) else ()
+    return tuple(dict.fromkeys((*kind, *(field.name for one in objects for field in fields(one)))))
 
 
 def takes_none(cls: Any) -> bool:
@@ -106,6 +131,19 @@ def fits(cls: Any, value: object) -> bool:
             return is_tuple(cls)
         case _:
             return attrs.has(cls) and isinstance(value, dict)
+
+
+def may_be(cls: Any, value: object) -> bool:
+    """Check that a value of ``cls``, which is not a union, may be told by this in JSON: an object by its kind alone."""
+    if is_tuple(cls):
+        items = [item for item in get_args(cls) if item is not Ellipsis]
+        if not isinstance(value, list) or (Ellipsis not in get_args(cls) and len(value) != len(items)):
+            return False
+        each = items * len(value) if Ellipsis in get_args(cls) else items
+        return all(any(may_be(one, item) for one in options(kind)) for kind, item in zip(each, value, strict=True))
+    if attrs.has(cls):
+        return cls in tagged() and value == cls.__name__
+    return value in choices(cls) if is_choice(cls) else fits(cls, value)
 
 
 # --- words ---------------------------------------------------------------------------------------------------------

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
+import attrs
 from attrs import evolve, field, frozen
 
 from prepkit import codec
+from prepkit.codec import field_types
+from prepkit.codec.languages import TAG
 from prepkit.codec.text import shown
 from prepkit.facts import parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -21,8 +25,8 @@ from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import read
 from prepkit.formats.places import FilePlace, place_of
 from prepkit.plan import Plan
-from prepkit.predict.said import BYTES, WHATS, at, said
-from prepkit.rules import found
+from prepkit.predict.said import BYTES, CONFIG, WHATS, every, said
+from prepkit.rules import by_id, found
 from prepkit.rules.rule import Moment, Rule
 
 MOST = 1_000
@@ -30,14 +34,21 @@ MOST = 1_000
 LARGEST = 2**20
 """Bytes of one policy."""
 _TABLES = {"deny": Severity.ERROR, "warn": Severity.WARNING}
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equal as JSON has it, where ``true`` is not 1."""
+    return isinstance(value, bool) is isinstance(wanted, bool) and bool(value == wanted)
+
+
 _TESTS: dict[str, Callable[[Any, Any], bool]] = {
     "above": lambda value, limit: value > limit,
     "below": lambda value, limit: value < limit,
-    "is": lambda value, wanted: value == wanted,
-    "is_not": lambda value, wanted: value != wanted,
-    "in": lambda value, wanted: value in wanted,
-    "not_in": lambda value, wanted: value not in wanted,
-    "has": lambda value, wanted: isinstance(value, list) and wanted in value,
+    "is": _same,
+    "is_not": lambda value, wanted: not _same(value, wanted),
+    "in": lambda value, wanted: any(_same(value, one) for one in wanted),
+    "not_in": lambda value, wanted: not any(_same(value, one) for one in wanted),
+    "has": lambda value, wanted: any(_same(one, wanted) for one in (value if isinstance(value, list) else [value])),
 }
 """What a threshold asks: it is broken where the answer is yes."""
 _PASSES = {
@@ -52,6 +63,8 @@ _PASSES = {
 """What passes each test, as a clause: the contrary of what breaks it."""
 _NUMBERS = ("above", "below")
 _LISTS = ("in", "not_in")
+_IDS = ("warnings", "overridden", "config.overrides")
+"""Lists of ids of rules."""
 _KEYS = ("id", "what", *_TESTS, "because", "fix", "owner")
 _EXCEPTION = ("rule", "until", "because", "owner", "file")
 
@@ -73,16 +86,17 @@ class Threshold:
 
     def ask(self, values: dict[str, Any]) -> Iterator[Finding]:
         """The finding about a plan that breaks it, or that does not say the value: what is not known is no pass."""
-        try:
-            value = at(values, self.what)
-        except KeyError:
-            value = None
-        if value is None and self.test in (*_NUMBERS, "has"):
-            what = f"the plan says no {self.what}, so that nobody knows whether it {self._passing()}"
-            yield self._found(f"plan.{self.what}", what, f"declare more of the cluster; {self.fix}")
-        elif _TESTS[self.test](value, self.limit):
-            what = f"{self.what} is {_text(self.what, value)}; it passes where it {self._passing()}: {self.because}"
-            yield self._found(f"plan.{self.what}", what, self.fix)
+        for value in tuple(_asked(values, self.what)) or (None,):
+            unknown = value is None if self.test == "has" else self.test in _NUMBERS and not _is_number(value)
+            if unknown:
+                none = f"the plan says no {self.what}" if value is None else f"{self.what} is {shown(value)}, no number"
+                what = f"{none}, so that nobody knows whether it {self._passing()}"
+                yield self._found(f"plan.{self.what}", what, f"declare more of the cluster; {self.fix}")
+                return
+            if _TESTS[self.test](value, self.limit):
+                what = f"{self.what} is {_text(self.what, value)}; it passes where it {self._passing()}: {self.because}"
+                yield self._found(f"plan.{self.what}", what, self.fix)
+                return
 
     def _found(self, where: str, what: str, fix: str) -> Finding:
         return Finding(
@@ -91,6 +105,17 @@ class Threshold:
 
     def _passing(self) -> str:
         return _passing(self.what, self.test, self.limit)
+
+
+def _asked(values: dict[str, Any], what: str) -> Iterator[Any]:
+    """What is compared: the values at the path, an object by its kind, and of a list of objects each."""
+    for value in every(values, what):
+        for one in value if isinstance(value, list) and value and isinstance(value[0], dict) else [value]:
+            yield one.get(TAG) if isinstance(one, dict) else one
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _passing(what: str, test: str, limit: object) -> str:
@@ -288,10 +313,11 @@ class _Reader:
             )
         if len(self.wrong) > before:
             return None
-        if not self.says(f"{at_}.what", entry["what"]):
+        types = self.says(f"{at_}.what", entry["what"])
+        if not types:
             return None
         test = tests[0]
-        limit = self.limit(f"{at_}.{test}", entry["what"], test, entry[test])
+        limit = self.limit(f"{at_}.{test}", entry["what"], test, entry[test], types)
         if len(self.wrong) > before:
             return None
         return Threshold(
@@ -305,26 +331,62 @@ class _Reader:
             written=self.where(at_),
         )
 
-    def says(self, at_: str, what: str) -> bool:
-        """Whether plans say that; of a config every path is taken, as engines differ in their settings."""
-        known = {*WHATS, *(path.partition(".")[0] for path in WHATS)}
-        if what in known or what.partition(".")[0] == "config":
-            return True
-        near = get_close_matches(what, WHATS, n=1) or [path for path in WHATS if path.rpartition(".")[2] == what]
-        fix = f'Write "{near[0]}".' if near else f"Write one of {', '.join(WHATS)}, or config. with a setting."
-        self.say(at_, f"a plan says no {shown(what)}", fix)
-        return False
+    def says(self, at_: str, what: str) -> tuple[Any, ...]:
+        """The types that plans have there; of a config those of every kind of object. None where no plan says that."""
+        if what in WHATS:
+            return (WHATS[what],)
+        table, _, rest = what.partition(".")
+        if table != "config" or not rest:
+            near = get_close_matches(what, WHATS, n=1) or [path for path in WHATS if path.rpartition(".")[2] == what]
+            inside = [path for path in WHATS if path.startswith(f"{what}.")]
+            many = f"Write one of {', '.join(inside or WHATS)}{'' if inside else ', or config. with a setting'}."
+            self.say(at_, f"a plan says no {shown(what)}", f'Write "{near[0]}".' if near and not inside else many)
+            return ()
+        path, types = "config", (CONFIG,)
+        for name in rest.split("."):
+            if not (found := tuple(kind for one in types for kind in field_types.within(one, name))):
+                known = tuple(dict.fromkeys(key for one in types for key in field_types.names_within(one)))
+                close = get_close_matches(name, known, n=1)
+                fix = f'Write "{path}.{close[0]}".' if close else f"Write one of {', '.join(known)} behind {path}."
+                self.say(at_, f"{path} has no {shown(name)}", fix if known else f'Write "{path}": nothing is inside.')
+                return ()
+            path, types = f"{path}.{name}", found
+        return types
 
-    def limit(self, at_: str, what: str, test: str, value: Any) -> Any:
-        if what in BYTES and isinstance(value, str):
+    def limit(self, at_: str, what: str, test: str, value: Any, types: tuple[Any, ...]) -> Any:
+        """What the value is compared with. One that no plan can have there is told: its entry would ask nothing."""
+        if test in _LISTS and (not isinstance(value, list) or not value):
+            listed = isinstance(value, list)
+            fix = "Write what it may have." if listed else f"Write [{shown(value)}]."
+            self.say(at_, "the list is empty" if listed else f"{shown(value)} is not a list", fix)
+            return value
+        if test in _NUMBERS and not _is_number(value) and not (what in BYTES and isinstance(value, str)):
+            self.say(at_, f"{shown(value)} is not a number", "Write a number.")
+            return value
+        if what in BYTES:
             try:
-                return parse_bytes(value)
+                sized = [parse_bytes(one) if isinstance(one, str) else one for one in _list(value)]
             except ValueError as error:
                 self.say(at_, str(error), 'Write a size such as "70GiB".')
-        elif test in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
-            self.say(at_, f"{shown(value)} is not a number", "Write a number.")
-        elif test in _LISTS and not isinstance(value, list):
-            self.say(at_, f"{shown(value)} is not a list", f"Write [{shown(value)}].")
+                return value
+            value = sized if isinstance(value, list) else sized[0]
+        kinds = tuple(one for cls in types for one in field_types.options(cls))
+        if test == "has":
+            kinds = _items(kinds)
+        for one in value if test in _LISTS else [value]:
+            if test in _NUMBERS:
+                fitting = int in kinds or float in kinds
+            else:
+                fitting = any(field_types.may_be(kind, one) for kind in kinds)
+            if not fitting:
+                self.say(at_, *_never(what, test, one, kinds))
+            elif (
+                what in _IDS
+                and test == "has"
+                and one not in by_id()
+                and (near := get_close_matches(one, by_id(), 1, 0.9))
+            ):
+                self.say(at_, f"there is no rule {one}", f'Write "{near[0]}".')
         return value
 
     def exception(self, at_: str, entry: dict[str, Any]) -> Exempt | None:
@@ -370,6 +432,38 @@ class _Reader:
 
     def say(self, path: str, what: str, fix: str) -> None:
         self.wrong.append(_broken(self.where(path), what, fix))
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _items(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The types of what lists of these types have, and the objects that stand for a list of one."""
+    listed = [one for kind in kinds if field_types.is_tuple(kind) for one in get_args(kind) if one is not Ellipsis]
+    items = tuple(dict.fromkeys(one for kind in listed for one in field_types.options(kind)))
+    return (*items, *(one for one in kinds if attrs.has(one))) if items else ()
+
+
+def _never(what: str, test: str, value: object, kinds: tuple[Any, ...]) -> tuple[str, str]:
+    """Why no plan has this value there, and what to type."""
+    if not kinds:
+        return f"{what} is no list, so that it has nothing", "Write is, or in with a list."
+    named = [one.__name__ for one in kinds if one in field_types.tagged()]
+    named += [one for kind in kinds if field_types.is_choice(kind) for one in field_types.choices(kind)]
+    plain = [field_types.describe(one) for one in kinds if one in field_types.SCALARS and one is not NoneType]
+    plain += [field_types.describe(one) for one in kinds if field_types.is_tuple(one) and not named]
+    ways = tuple(dict.fromkeys((*(f'"{one}"' for one in named), *plain)))
+    if not ways:
+        known = [name for kind in kinds for name in field_types.names_within(kind)]
+        return f"{what} is no single value", f"Ask about one of its settings: {', '.join(known)}."
+    of_kind = f"{what} is one of {', '.join(ways)}" if len(ways) > 1 else f"{what} is {ways[0]}"
+    if test in _NUMBERS:
+        return f"{of_kind}, and no number", "Write is, is_not, in or not_in."
+    if isinstance(value, str) and any(map(field_types.is_tuple, kinds)) and not named:
+        return f"{of_kind}, and never {shown(value)}", f'Write has = "{value}".'
+    near = get_close_matches(value, named, n=1) if isinstance(value, str) else []
+    return f"{of_kind}, and never {shown(value)}", f'Write "{near[0]}".' if near else f"Write {' or '.join(ways)}."
 
 
 # --- Python ----------------------------------------------------------------------------------------------------------

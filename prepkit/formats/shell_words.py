@@ -104,8 +104,17 @@ def commands(text: str, given: Values, sought: re.Pattern[str]) -> list[Command]
 
 
 def unquoted(word: str) -> str:
-    """The word without its quotes."""
-    return re.sub(f"[\"'{_NOTHING}]", "", word)
+    """The word without its quotes; those that stand in others, as in JSON, are a part of it."""
+    return _QUOTES.sub(_inside, word).replace(_NOTHING, "")
+
+
+_QUOTES = re.compile(r"\\.|'([^']*)'|\"((?:\\.|[^\"\\])*)\"|[\"']", re.DOTALL)
+
+
+def _inside(found: re.Match[str]) -> str:
+    if found[1] is not None:
+        return found[1]
+    return re.sub(r"[\"']", "", found[0]) if found[2] is None else re.sub(r"\\([\"\\$`])", r"\1", found[2])
 
 
 def _blank(found: re.Match[str]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from prepkit import codec
+from prepkit.codec.field_types import kinds
+from prepkit.config import Config, Engine
 from prepkit.config.optimizer import specs
 from prepkit.plan import Plan
 from prepkit.predict import predict
@@ -13,11 +16,19 @@ from prepkit.resolve.deepspeed.data import said as written
 
 BYTES = ("memory.for_certain", "memory.at_most", "memory.host", "traffic.sent", "traffic.between_nodes")
 """Paths whose values are bytes."""
-WHATS = (
-    *("engine", "world_size", "per_node", "device", "mesh.replicate", "mesh.shard", "mesh.tensor", "global_batch"),
-    *("accumulation", "optimizer", "parameters", *BYTES, "warnings", "overridden"),
-)
-"""Every path that a plan says, but for those of its config."""
+WHATS: dict[str, Any] = {
+    "engine": Literal[tuple(kinds(Engine))],
+    **dict.fromkeys(("world_size", "per_node"), int),
+    "device": str,
+    **dict.fromkeys(("mesh.replicate", "mesh.shard", "mesh.tensor", "global_batch", "accumulation"), int),
+    "optimizer": str,
+    "parameters": int,
+    **dict.fromkeys(BYTES, int),
+    **dict.fromkeys(("warnings", "overridden"), tuple[str, ...]),
+}
+"""Every path that a plan says, but for those of its config, with the type of its value where that is known."""
+CONFIG = Config
+"""The type of what ``config`` says."""
 
 
 def said(plan: Plan) -> dict[str, Any]:
@@ -61,6 +72,16 @@ def _optimizer(plan: Plan) -> str | None:
         return " + ".join(type(spec).__name__ for spec in asked)
     named = look(written(plan.config.engine), "optimizer.type")
     return named if isinstance(named, str) else None
+
+
+def every(values: Any, path: str) -> Iterator[Any]:
+    """All values at a dotted path, of each object where several are in a list; none where there is no such path."""
+    name, _, rest = path.partition(".")
+    if isinstance(values, list):
+        for one in values:
+            yield from every(one, path)
+    elif isinstance(values, dict) and name in values:
+        yield from every(values[name], rest) if rest else (values[name],)
 
 
 def at(values: Any, path: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prepkit.cli.revisions import Number
 from prepkit.codec.files import save
 from tests.support.command_line import FSDP2_CONFIG, MAKE, run, workplace
 from tests.support.plans import ddp_plan, fsdp2_plan
@@ -189,3 +190,48 @@ def test_words_that_are_neither_files_nor_revisions_are_used_wrongly(folder: Pat
         assert run("diff", *words).exit_code == 2, words
     assert not (folder / "x").exists()
     assert run("diff", "ddp.json", "other.json").exit_code == 0
+
+
+def test_from_a_folder_inside_the_whole_repository_is_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "fsdp2.toml").write_text(f"accumulation = 2\n{FSDP2_CONFIG}")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "one.toml").write_text(FSDP2_CONFIG)
+    commit()
+    monkeypatch.chdir(folder / "sub")
+    said = run("diff", "HEAD~1..HEAD")
+    assert (said.exit_code, said.stdout.splitlines()) == (
+        1,
+        ["../fsdp2.toml: changed", "  trains differently: accumulation: none -> 2", "one.toml: added"],
+    )
+    assert run("diff", "HEAD~1..HEAD", "one.toml").stdout.splitlines() == ["one.toml: added"]
+
+
+def test_a_new_file_with_errors_is_refused_without_a_model_too(folder: Path) -> None:
+    text = '{"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 3}}'
+    script = "#!/bin/bash\n#SBATCH --nodes=1 --gpus-per-node=4\nsrun torchrun --nproc_per_node 4 train.py\n"
+    (folder / "ds.json").write_text(text)
+    (folder / "old.sh").write_text(script.replace("node 4", "node 8"))
+    commit()
+    (folder / "ds.json").write_text(text.replace("3", "5"))
+    (folder / "run.sh").write_text(script.replace("node 4", "node 8"))
+    (folder / "old.sh").write_text("# known\n" + script.replace("node 4", "node 8").replace("train.py", "main.py"))
+    commit()
+    files = {one["file"]: one for one in json.loads(run("diff", "HEAD~1..HEAD", "--json").stdout)["files"]}
+    assert [one.partition(":")[0] for one in files["ds.json"]["refused"]] == ["deepspeed.stage at ds.json"]
+    assert [one.partition(":")[0] for one in files["run.sh"]["refused"]] == ["launch.gpus at run.sh"]
+    assert "old.sh" not in files or files["old.sh"]["refused"] == []  # it was wrong before
+
+
+def test_what_is_declared_of_the_cluster_is_no_change_of_a_file(folder: Path) -> None:
+    text = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\n"
+    (folder / "acc.yaml").write_text(text)
+    commit()
+    (folder / "acc.yaml").write_text(text.replace("processes: 8", "processes: 16"))
+    commit()
+    said = run("diff", "HEAD~1..HEAD", "--per-node", "8").stdout.splitlines()
+    assert said == ["acc.yaml: changed", "  processes: 8 -> 16 (+100 %)", "  nodes: 1 -> 2 (+100 %)"]
+
+
+def test_a_leap_from_next_to_nothing_has_no_share() -> None:
+    assert Number(name="host memory", before=4, after=2**35, bytes=True).share == ""
+    assert Number(name="host memory", before=4, after=8, bytes=True).share == "+100 %"

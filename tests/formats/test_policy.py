@@ -93,7 +93,17 @@ def test_a_threshold_denies_and_warns_and_names_its_line(folder: Path) -> None:
         ('what = "config.engine.kind"\nis = "DDP"', True),
         ('what = "overridden"\nhas = "mesh.not-world-size"', False),
         ('what = "config.clip.max_norm"\nis_not = 1.0', True),  # it does not clip at all
-        ('what = "config.no.such"\nabove = 1', True),  # nobody knows: that is no pass
+        ('what = "config.clip.max_norm"\nabove = 1', True),  # nobody knows: that is no pass
+        ('what = "config.engine"\nis = "DDP"', True),
+        ('what = "config.engine"\nis_not = "DDP"', False),
+        ('what = "config.optimizer"\nin = ["AdamW"]', True),
+        ('what = "config.optimizer"\nhas = "AdamW"', True),
+        ('what = "config.optimizer.lr"\nabove = 1e-5', True),
+        ('what = "config.optimizer.betas"\nis = [0.9, 0.999]', True),
+        ('what = "config.precision"\nis_not = "BF16"', True),  # it has none
+        ('what = "config.clip"\nnot_in = ["ClipValue"]', False),
+        ('what = "config.engine.static_graph"\nis = true', False),
+        ('what = "memory.at_most"\nin = ["1KiB"]', False),
     ],
 )
 def test_each_test_of_a_threshold_asks_what_it_says(folder: Path, line: str, breaks: bool) -> None:
@@ -134,6 +144,50 @@ def test_a_policy_about_what_no_plan_says_is_told_so_at_its_line(folder: Path, w
     (found,) = refused.value.findings
     assert (found.where, found.what) == ("policy.toml:4:1", f"a plan says no '{what}'")
     assert found.fix == f'Write "{near}".' if near else found.fix.startswith("Write one of engine, ")
+
+
+def test_each_of_several_optimizers_is_asked_and_true_is_not_one(folder: Path) -> None:
+    lines = ('what = "config.optimizer"\nis = "SGD"', 'what = "config.optimizer.lr"\nabove = 0.5')
+    values = {"config": {"optimizer": [{"kind": "Muon", "lr": 0.1}, {"kind": "SGD", "lr": 1.0}]}}
+    for line in lines:
+        (threshold,) = policy(folder, f'[[deny]]\nid = "ours.x"\nbecause = "y"\n{line}\n').thresholds
+        assert len(tuple(threshold.ask(values))) == 1
+    reshard = '[[deny]]\nid = "ours.x"\nbecause = "y"\nwhat = "config.engine.reshard_after_forward"\nis = 1\n'
+    (threshold,) = policy(folder, reshard).thresholds
+    assert tuple(threshold.ask({"config": {"engine": {"reshard_after_forward": True}}})) == ()
+    assert len(tuple(threshold.ask({"config": {"engine": {"reshard_after_forward": 1}}}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "fix"),
+    [
+        ('what = "config.clipp"\nis = 1', "config has no 'clipp'", 'Write "config.clip".'),
+        ('what = "config.presicion"\nin = ["BF16"]', "config has no 'presicion'", 'Write "config.precision".'),
+        ('what = "config.precision.knd"\nis = "FP8"', "precision has no 'knd'", 'Write "config.precision.kind".'),
+        ('what = "config.engine.stage.x"\nis = 1', "config.engine.stage has no 'x'", 'Write "config.engine.stage"'),
+        ('what = "config.engine"\nis = "FSPD2"', "and never 'FSPD2'", 'Write "FSDP2".'),
+        ('what = "config.engine"\nin = []', "the list is empty", "Write what it may have."),
+        (
+            'what = "config.mesh"\nis = "x"',
+            "config.mesh is no single value",
+            "Ask about one of its settings: replicate",
+        ),
+        ('what = "config.average_each"\nis = 1', "and never 1", "Write true or false."),
+        ('what = "config.precision"\nabove = 8', "and no number", "Write is, is_not, in or not_in."),
+        ('what = "engine"\nin = ["DDP", "FSDP3"]', "and never 'FSDP3'", 'Write "FSDP2".'),
+        ('what = "world_size"\nis = "8"', "world_size is a whole number, and never '8'", "Write a whole number."),
+        ('what = "world_size"\nhas = 8', "world_size is no list", "Write is, or in with a list."),
+        ('what = "warnings"\nis = "optimizer.none"', "and never 'optimizer.none'", 'Write has = "optimizer.none".'),
+        ('what = "warnings"\nhas = "wrap.clas-not-found"', "no rule wrap.clas-", 'Write "wrap.class-not-found".'),
+        ('what = "memory"\nabove = 8', "a plan says no 'memory'", "Write one of memory.for_certain, memory.at_most"),
+    ],
+)
+def test_what_no_plan_can_break_is_refused_at_its_line(folder: Path, line: str, what: str, fix: str) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        policy(folder, f'[[deny]]\nid = "ours.x"\nbecause = "y"\n{line}\n')
+    (found,) = refused.value.findings
+    assert found.where == f"policy.toml:{4 if 'has no' in what or 'says no' in what else 5}:1"
+    assert (what in found.what, found.fix.startswith(fix)) == (True, True), found
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "# later\n"])

@@ -1,15 +1,17 @@
-"""Values of transformers' ``TrainingArguments`` that say nothing of preparation, and that the class refuses.
+"""Values of transformers' ``TrainingArguments`` that the class refuses, or that DeepSpeed's JSON says otherwise.
 
 Its numbers and its words; ``tests/formats/importers/test_argument_values.py`` compares them with the installed one.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 from prepkit.codec.text import shown
 from prepkit.findings.text import near
 from prepkit.formats.importers.foreign import TRUE, Foreign
+from prepkit.resolve.deepspeed.data import AUTO, look
 
 _NUMBERS = """
 per_device_train_batch_size max_steps torch_empty_cache_steps per_device_eval_batch_size eval_accumulation_steps
@@ -94,3 +96,108 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, bool) or not isinstance(value, str | int | float) else float(value)
     except (ValueError, OverflowError):
         return None
+
+
+# --- beside DeepSpeed's JSON ---
+
+MAX_NORM = 1.0
+OPTIMIZER: dict[str, Any] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""What the Trainer takes where its arguments say nothing."""
+
+
+def say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
+    """Says which keys of the JSON are not what the arguments say, given or by default (``HfTrainerDeepSpeedConfig``)."""
+    for key, (name, value) in given.items():
+        there = look(data, key)
+        if there not in (None, AUTO, value) and isinstance(there, str) <= isinstance(
+            value, str
+        ):  # else DeepSpeed says it
+            what = f"it is {shown(value)}, and the JSON says {shown(there)} in {key}: the Trainer refuses to start"
+            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.', misread=False)
+    if file.kind in _NOTHING_MORE:
+        _say_default_mismatches(file, data, given)
+
+
+_NOTHING_MORE = ("transformers", "llamafactory")
+"""Kinds of file whose arguments are the library's own, each with its default where nothing is said."""
+_DEFAULTS: dict[str, tuple[str, Any]] = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
+    "gradient_clipping": ("max_grad_norm", MAX_NORM),
+    "optimizer.params.lr": ("learning_rate", OPTIMIZER["lr"]),
+    "optimizer.params.betas": ("adam_beta1", OPTIMIZER["betas"]),
+    "optimizer.params.eps": ("adam_epsilon", OPTIMIZER["eps"]),
+    "optimizer.params.weight_decay": ("weight_decay", OPTIMIZER["weight_decay"]),
+    "scheduler.params.warmup_max_lr": ("learning_rate", OPTIMIZER["lr"]),
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
+    "fp16.enabled": ("fp16", False),
+    "bf16.enabled": ("bf16", False),
+}
+"""Keys of DeepSpeed's JSON to the argument that says the same, and what the Trainer takes where it is not given."""
+
+
+def _say_default_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
+    for key, (name, value) in _DEFAULTS.items():
+        there = look(data, key)
+        if key in given or file.has(name) or there in (None, AUTO, value) or isinstance(there, str):
+            continue
+        if any(file.flag(one) for one in _INSTEAD.get(name, ())):
+            continue
+        other = next((one for one in ("bf16", "fp16") if name in ("bf16", "fp16") and file.flag(one)), "deepspeed")
+        what = f"the JSON says {shown(there)} in {key}, and {name} is {shown(value)} where nothing is said here"
+        fix = f'Write "auto" there, or {name}: {shown(there)} here.' if not isinstance(there, list) else _FILLED
+        file.error("contradiction", other, f"{what}: the Trainer refuses to start", fix, misread=False)
+
+
+_FILLED = 'Write "auto" there.'
+_INSTEAD = {
+    "per_device_train_batch_size": ("auto_find_batch_size",),
+    "fp16": ("fp16_full_eval",),
+    "bf16": ("bf16_full_eval", "pure_bf16"),
+}
+"""Arguments with which another one need not be what the JSON says."""
+
+
+def given_in(file: Foreign, data: dict[str, Any], micro_batch: str) -> dict[str, tuple[str, Any]]:
+    """Keys of DeepSpeed's JSON to the argument that says the same, and its value, for arguments that are given."""
+
+    def number(name: str, section: str = "") -> float | None:
+        return file.number(name, *(("engine.config",) if section in data else ()))
+
+    rate, steps = number("learning_rate", "optimizer"), file.whole("max_steps")
+    steps = steps if steps and steps > 0 else None  # -1 asks for epochs
+    said: dict[str, tuple[str, Any]] = {
+        "gradient_accumulation_steps": ("gradient_accumulation_steps", file.whole("gradient_accumulation_steps")),
+        "gradient_clipping": ("max_grad_norm", file.number("max_grad_norm")),
+        "optimizer.params.lr": ("learning_rate", rate),
+        "optimizer.params.betas": _betas(file, data),
+        "optimizer.params.eps": ("adam_epsilon", number("adam_epsilon", "optimizer")),
+        "optimizer.params.weight_decay": ("weight_decay", number("weight_decay", "optimizer")),
+        "scheduler.params.warmup_max_lr": ("learning_rate", rate),
+        "scheduler.params.warmup_num_steps": _warmup(file, steps),
+        "scheduler.params.total_num_steps": ("max_steps", steps),
+        "fp16.enabled": ("fp16", file.flag("fp16")),
+        "bf16.enabled": ("bf16", file.flag("bf16")),
+    }
+    if not file.flag("auto_find_batch_size"):
+        said["train_micro_batch_size_per_gpu"] = (micro_batch, file.whole(micro_batch))
+    return {key: (name, value) for key, (name, value) in said.items() if value is not None}
+
+
+def _betas(file: Foreign, data: dict[str, Any]) -> tuple[str, list[float] | None]:
+    names = ("adam_beta1", "adam_beta2")
+    both = [file.number(name, *(("engine.config",) if "optimizer" in data else ())) for name in names]
+    pairs = zip(both, OPTIMIZER["betas"], strict=True)
+    name = next((name for name, beta in zip(names, both, strict=True) if beta is not None), "")
+    return name, [own if beta is None else beta for beta, own in pairs] if name else None
+
+
+def _warmup(file: Foreign, steps: int | None) -> tuple[str, int | None]:
+    """Steps of the warm-up, at least one; a number below 1 is a part of all, as ``warmup_ratio`` was."""
+    warmup, ratio = file.number("warmup_steps", "engine.config"), file.number("warmup_ratio")
+    name = "warmup_steps" if warmup or ratio is None else "warmup_ratio"
+    part = warmup or ratio
+    if part is None:
+        return name, None if warmup is None else 1
+    if part >= 1:
+        return name, int(part)
+    return name, None if part and not steps else max(1, ceil((steps or 0) * part))

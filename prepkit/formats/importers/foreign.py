@@ -38,6 +38,8 @@ class Foreign:
     places: dict[str, LineColumn] = field(factory=dict, repr=False)
     shown_as: dict[str, str] = field(factory=dict, repr=False)
     """Key to the name that people know it by, such as a variable's."""
+    sources: dict[str, str] = field(factory=dict, repr=False)
+    """Key to the file in which it stands, where that is another one, which this names."""
     origins: list[Origin] = field(factory=list)
     not_preparation: list[Origin] = field(factory=list)
     findings: list[Finding] = field(factory=list)
@@ -363,11 +365,13 @@ class Foreign:
 
     def where(self, name: str) -> str:
         """A place as findings give it."""
-        return " ".join(filter(None, (f"{self.source}{_colons(self.places.get(name))}", self.shown_as.get(name, name))))
+        source = self.sources.get(name, self.source)
+        return " ".join(filter(None, (f"{source}{_colons(self.places.get(name))}", self.shown_as.get(name, name))))
 
     def _origin(self, name: str, setting: str) -> Origin:
         line, column = self.places.get(name, (None, None))
-        return Origin(setting=setting, key=self.shown_as.get(name, name), source=self.source, line=line, column=column)
+        key, source = self.shown_as.get(name, name), self.sources.get(name, self.source)
+        return Origin(setting=setting, key=key, source=source, line=line, column=column)
 
     def _say(self, rule: str, name: str, what: str, fix: str, *, milder: bool = False) -> Finding:
         self._read.add(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,13 @@ from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW, strange_keys
-from prepkit.formats.importers.argument_values import judge
+from prepkit.formats.importers.argument_values import MAX_NORM, OPTIMIZER, given_in, judge, say_mismatches
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
-from prepkit.formats.importers.positions import LineColumn
+from prepkit.formats.importers.positions import LineColumn, positions
 from prepkit.formats.importers.source import JSON, Imported, Source, read
-from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, look
+from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled
 
-_MAX_NORM = 1.0
 """The Trainer clips to this norm where nothing is said (``max_grad_norm``)."""
 
 
@@ -86,7 +84,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     """The same of a file that has other keys beside those of ``TrainingArguments``; ``micro_batch`` as it names it."""
     steps = file.whole("gradient_accumulation_steps", "accumulation")
     norm = file.number("max_grad_norm", "clip")
-    clip = _MAX_NORM if norm is None else norm
+    clip = MAX_NORM if norm is None else norm
     timeout = file.number("ddp_timeout", "timeout_s")
     compiled = file.flag("torch_compile", "compile")
     backend, mode = file.text("torch_compile_backend"), file.text("torch_compile_mode")
@@ -216,13 +214,13 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
     engine = inner.engine
     assert isinstance(engine, DeepSpeed)
     data = json.loads(engine.config)
-    given = _given(file, data, micro_batch)
-    _say_mismatches(file, data, given)
+    given = given_in(file, data, micro_batch)
+    say_mismatches(file, data, given)
     left = AUTO if data.get("train_batch_size", AUTO) == AUTO else None
     if data.get("train_micro_batch_size_per_gpu", left) == AUTO:
         engine = evolve(engine, micro_batch=file.whole(micro_batch, "engine.micro_batch"))
-    filling = {f"optimizer.params.{key}": value for key, value in _OPTIMIZER.items()}
-    filling |= {"scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": _OPTIMIZER["lr"]}
+    filling = {f"optimizer.params.{key}": value for key, value in OPTIMIZER.items()}
+    filling |= {"scheduler.params.warmup_min_lr": 0, "scheduler.params.warmup_max_lr": OPTIMIZER["lr"]}
     filling |= {key: value for key, (_, value) in given.items() if key.startswith(("optimizer.", "scheduler."))}
     engine = filled(engine, filling)
     clip = config.clip
@@ -234,107 +232,6 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
         engine = filled(engine, {"fp16.enabled": False, "bf16.enabled": False})
     engine = engine if clip else filled(engine, {"gradient_clipping": 0.0})
     return evolve(config, engine=engine, precision=inner.precision if same else config.precision, clip=clip)
-
-
-_OPTIMIZER: dict[str, Any] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-"""What the Trainer takes where its arguments say nothing."""
-
-
-def _say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
-    for key, (name, value) in given.items():
-        there = look(data, key)
-        if there not in (None, AUTO, value) and isinstance(there, str) <= isinstance(
-            value, str
-        ):  # else DeepSpeed says it
-            what = f"it is {shown(value)}, and the JSON says {shown(there)} in {key}: the Trainer refuses to start"
-            file.error("contradiction", name, what, f'Write "auto" there, or {shown(there)} here.', misread=False)
-    if file.kind in _NOTHING_MORE:
-        _say_default_mismatches(file, data, given)
-
-
-_NOTHING_MORE = ("transformers", "llamafactory")
-"""Kinds of file whose arguments are the library's own, each with its default where nothing is said."""
-_DEFAULTS: dict[str, tuple[str, Any]] = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
-    "gradient_clipping": ("max_grad_norm", _MAX_NORM),
-    "optimizer.params.lr": ("learning_rate", _OPTIMIZER["lr"]),
-    "optimizer.params.betas": ("adam_beta1", _OPTIMIZER["betas"]),
-    "optimizer.params.eps": ("adam_epsilon", _OPTIMIZER["eps"]),
-    "optimizer.params.weight_decay": ("weight_decay", _OPTIMIZER["weight_decay"]),
-    "scheduler.params.warmup_max_lr": ("learning_rate", _OPTIMIZER["lr"]),
-    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", 8),
-    "fp16.enabled": ("fp16", False),
-    "bf16.enabled": ("bf16", False),
-}
-"""Keys of DeepSpeed's JSON to the argument that says the same, and what the Trainer takes where it is not given."""
-
-
-def _say_default_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
-    for key, (name, value) in _DEFAULTS.items():
-        there = look(data, key)
-        if key in given or file.has(name) or there in (None, AUTO, value) or isinstance(there, str):
-            continue
-        if any(file.flag(one) for one in _INSTEAD.get(name, ())):
-            continue
-        other = next((one for one in ("bf16", "fp16") if name in ("bf16", "fp16") and file.flag(one)), "deepspeed")
-        what = f"the JSON says {shown(there)} in {key}, and {name} is {shown(value)} where nothing is said here"
-        fix = f'Write "auto" there, or {name}: {shown(there)} here.' if not isinstance(there, list) else _FILLED
-        file.error("contradiction", other, f"{what}: the Trainer refuses to start", fix, misread=False)
-
-
-_FILLED = 'Write "auto" there.'
-_INSTEAD = {
-    "per_device_train_batch_size": ("auto_find_batch_size",),
-    "fp16": ("fp16_full_eval",),
-    "bf16": ("bf16_full_eval", "pure_bf16"),
-}
-"""Arguments with which another one need not be what the JSON says."""
-
-
-def _given(file: Foreign, data: dict[str, Any], micro_batch: str) -> dict[str, tuple[str, Any]]:
-    """Keys of DeepSpeed's JSON to the argument that says the same, and its value, for arguments that are given."""
-
-    def number(name: str, section: str = "") -> float | None:
-        return file.number(name, *(("engine.config",) if section in data else ()))
-
-    rate, steps = number("learning_rate", "optimizer"), file.whole("max_steps")
-    steps = steps if steps and steps > 0 else None  # -1 asks for epochs
-    said: dict[str, tuple[str, Any]] = {
-        "gradient_accumulation_steps": ("gradient_accumulation_steps", file.whole("gradient_accumulation_steps")),
-        "gradient_clipping": ("max_grad_norm", file.number("max_grad_norm")),
-        "optimizer.params.lr": ("learning_rate", rate),
-        "optimizer.params.betas": _betas(file, data),
-        "optimizer.params.eps": ("adam_epsilon", number("adam_epsilon", "optimizer")),
-        "optimizer.params.weight_decay": ("weight_decay", number("weight_decay", "optimizer")),
-        "scheduler.params.warmup_max_lr": ("learning_rate", rate),
-        "scheduler.params.warmup_num_steps": _warmup(file, steps),
-        "scheduler.params.total_num_steps": ("max_steps", steps),
-        "fp16.enabled": ("fp16", file.flag("fp16")),
-        "bf16.enabled": ("bf16", file.flag("bf16")),
-    }
-    if not file.flag("auto_find_batch_size"):
-        said["train_micro_batch_size_per_gpu"] = (micro_batch, file.whole(micro_batch))
-    return {key: (name, value) for key, (name, value) in said.items() if value is not None}
-
-
-def _betas(file: Foreign, data: dict[str, Any]) -> tuple[str, list[float] | None]:
-    names = ("adam_beta1", "adam_beta2")
-    both = [file.number(name, *(("engine.config",) if "optimizer" in data else ())) for name in names]
-    pairs = zip(both, _OPTIMIZER["betas"], strict=True)
-    name = next((name for name, beta in zip(names, both, strict=True) if beta is not None), "")
-    return name, [own if beta is None else beta for beta, own in pairs] if name else None
-
-
-def _warmup(file: Foreign, steps: int | None) -> tuple[str, int | None]:
-    """Steps of the warm-up, at least one; a number below 1 is a part of all, as ``warmup_ratio`` was."""
-    warmup, ratio = file.number("warmup_steps", "engine.config"), file.number("warmup_ratio")
-    name = "warmup_steps" if warmup or ratio is None else "warmup_ratio"
-    part = warmup or ratio
-    if part is None:
-        return name, None if warmup is None else 1
-    if part >= 1:
-        return name, int(part)
-    return name, None if part and not steps else max(1, ceil((steps or 0) * part))
 
 
 def _rest(file: Foreign) -> None:
@@ -389,7 +286,10 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
         inner.error("contradiction", f"{_HERE}activation_checkpointing", what, "Keep one of them.", misread=False)
     inner.launching(f"{_HERE}final_state_dict_type")
     file.covered("fsdp_config")
+    inner.raw(f"{_HERE}cpu_offload")  # which is read by its other name
     inner.say_unknown()
+    above = "" if inner.sources else "fsdp_config."
+    inner.findings = [evolve(one, fix=one.fix.replace(_HERE, above)) for one in inner.findings]
     file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
     file.not_preparation += inner.not_preparation
     file.findings += inner.findings
@@ -401,15 +301,22 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
 
 def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
     """``fsdp_config`` under accelerate's names, shown as the file has them, in the file or in a JSON of its own."""
-    section: Any = file.data.get("fsdp_config") or {}
-    if isinstance(section, str):
-        section = _json(file, "fsdp_config", section, path)
+    section: Any = _typed_out(file.data.get("fsdp_config") or {})
+    there: Source | None = None
+    if isinstance(section, str) and section.startswith("{"):
+        what = "the Trainer reads what begins with a brace as JSON, and this is none"
+        file.error("wrong-value", "fsdp_config", what, "Write it as JSON, or the path of a JSON file.")
+        section = {}
+    elif isinstance(section, str):
+        there = _json(file, "fsdp_config", section, path)
+        section = {} if there is None else there.data()
     if not isinstance(section, dict):
         file.error("wrong-type", "fsdp_config", f"{shown(section)} is no section", "Write keys below it, or remove it.")
         section = {}
     words = asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list) else []
     named = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in section.items()}
-    typed = {f"{_HERE}{str(key).removeprefix('fsdp_')}": f"fsdp_config.{key}" for key in section}
+    above = "" if there else "fsdp_config."
+    typed = {f"{_HERE}{str(key).removeprefix('fsdp_')}": f"{above}{key}" for key in section}
     _older_names(file, named, typed)
     unsaid = _UNSAID.get(file.kind, 2)
     named["fsdp_version"] = {"1": 1, "2": 2}.get(str(named.get("fsdp_version", unsaid)), named.get("fsdp_version"))
@@ -419,8 +326,9 @@ def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:
         kind=file.kind,
         source=file.source,
         data={"fsdp_config": named},
-        places={name: place for name, key in typed.items() if (place := file.places.get(key))},
+        places={name: place for name, key in typed.items() if (place := _place(file, key, section, there))},
         shown_as=typed,
+        sources={name: there.path for name, key in typed.items() if key in section} if there else {},
     )
     if inner.flag(f"{_HERE}xla"):
         what = "torch_xla's own FSDP shards then, and prepkit's XLA engine shards nothing"
@@ -436,6 +344,13 @@ _UNSAID = {"axolotl": 1}
 axolotl 0.18 writes 1 into ``fsdp_config`` (``check_fsdp_version_in_fsdp_config``); what else is not said there is the
 Trainer's, ``use_orig_params`` and ``sync_module_states`` true (transformers 5.14, which it asks for, to 5.23).
 """
+
+
+def _place(file: Foreign, key: str, section: dict[str, Any], there: Source | None) -> LineColumn | None:
+    """Where a key stands: in the JSON that is named, below ``fsdp_config``, or where that holds all of it as text."""
+    if there is not None and key in section:
+        return positions(there.text, there.suffix).get(key)
+    return file.places.get(key, file.places.get(key.partition(".")[0]))
 
 
 def _older_names(file: Foreign, named: dict[str, Any], typed: dict[str, str]) -> None:
@@ -495,17 +410,20 @@ def _reduced(precision: Precision) -> Precision:
     return precision
 
 
-def _json(file: Foreign, key: str, name: str, path: Path) -> dict[str, Any]:
+def _json(file: Foreign, key: str, name: str, path: Path) -> Source | None:
+    """The JSON that a key names; None, with a finding, where it is not there or cannot be read."""
     found = beside(name, path)
     if found is None:
         file.missing(key, name, path)
-        return {}
+        return None
     file.named.append(str(found))
-    held: dict[str, Any] = {}
+    held: list[Source] = []
 
     def inside() -> Imported:
-        held.update(read(str(found), JSON).data())
+        source = read(str(found), JSON)
+        source.data()
+        held.append(source)
         return Imported(config=Config(), kind=file.kind)
 
     file.part(key, inside)  # what else is wrong is told beside it
-    return held
+    return held[0] if held else None

@@ -58,3 +58,43 @@ def test_a_deepspeed_config_that_is_written_out_as_text_names_no_file(folder: Pa
     Path("run.yaml").write_text("""output_dir: x\nmax_steps: 9\ndeepspeed: '{"zero_optimization": {"stage": 4}}'\n""")
     data = json.loads(run("check", "run.yaml", "--json").stdout)
     assert {one["rule"] for one in data["findings"]} == {"deepspeed.stage"}
+
+
+_LINE = "torchrun --nproc_per_node 4 train.py --output_dir o --per_device_train_batch_size 1 --fsdp full_shard"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("t.yaml", "output_dir: o\nmax_steps: 9\nfsdp: true\nfsdp_config: fsdp.json\n"),
+        ("run.sh", f"#!/bin/bash\n{_LINE} --fsdp_config fsdp.json\n"),
+    ],
+)
+def test_what_is_wrong_in_a_section_that_is_named_stands_at_its_line_there(name: str, text: str, folder: Path) -> None:
+    Path("fsdp.json").write_text('{\n  "version": 2,\n  "cpu_offlod": true,\n  "min_num_params": 3\n}\n')
+    Path(name).write_text(text)
+    found = json.loads(run("check", name, "--json").stdout)["findings"]
+    assert [(one["rule"], one["file"], one["line"], one["fix"]) for one in found] == [
+        ("import.no-effect", "fsdp.json", 4, "Remove it."),
+        ("import.unknown-key", "fsdp.json", 3, "Write 'cpu_offload', or remove it."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("""'{"cpu_offload": true}'""", []),
+        ('"{\\"cpu_offload\\": true}"', []),
+        ("""'{"cpu_offlod": true}'""", [("import.unknown-key", "Write 'fsdp_config.cpu_offload', or remove it.")]),
+        ("""'{"cpu_offload": tru}'""", [("import.wrong-value", "Write it as JSON, or the path of a JSON file.")]),
+    ],
+)
+def test_a_section_that_a_line_types_out_is_read_as_json(
+    typed: str, found: list[tuple[str, str]], folder: Path
+) -> None:
+    """As ``TrainingArguments`` reads what begins with a brace."""
+    Path("run.sh").write_text(f"#!/bin/bash\n{_LINE} --fsdp_config {typed}\n")
+    data = json.loads(run("check", "run.sh", "--json").stdout)
+    assert [(one["rule"], one["fix"]) for one in data["findings"]] == found
+    assert [(one["line"], one["column"]) for one in data["findings"]] == [(2, len(_LINE) + 2)] * len(found)
+    assert data["cannot_know"] == []
