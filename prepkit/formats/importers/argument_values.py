@@ -106,7 +106,7 @@ OPTIMIZER: dict[str, Any] = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "we
 
 
 def say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
-    """Says which keys of the JSON are not what the arguments say, given or by default (``HfTrainerDeepSpeedConfig``)."""
+    """Says which keys of the JSON are not what arguments are, given or by default (``HfTrainerDeepSpeedConfig``)."""
     for key, (name, value) in given.items():
         there = look(data, key)
         if there not in (None, AUTO, value) and isinstance(there, str) <= isinstance(
