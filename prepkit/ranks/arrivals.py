@@ -123,8 +123,7 @@ class Arrivals:
                 look = time.monotonic()
                 if not self.done.waits:
                     self._tell(evolve(self.done, waits=True))
-                if said := self.verdict():
-                    raise RanksApart(said)
+                self._goes_on()
         if self.done.waits:
             self._tell(evolve(self.done, waits=False))
 
@@ -137,8 +136,8 @@ class Arrivals:
             self._looks() if self._leaving is not None else stop()
             return
         missing = self._wait(peers, place, last=last, goes_on=True)
-        if missing and (said := self.verdict()):
-            raise RanksApart(said)
+        if missing:
+            self._goes_on()
         self._leaving = place, stop
         self._looks()
 
@@ -168,8 +167,8 @@ class Arrivals:
             self.meet(place)
             return True
         missing = self._wait(peers, place, last=False, goes_on=True)
-        if missing and (said := self.verdict()):
-            raise RanksApart(said)
+        if missing:
+            self._goes_on()
         peers.store.compare_set(f"how {place}", "", "alone" if missing else "together")
         self.alone = peers.store.get(f"how {place}") == "alone"
         return not self.alone
@@ -186,7 +185,7 @@ class Arrivals:
         except RuntimeError as gone:  # the store, with the rank that serves it
             raise RanksApart(self.verdict() or str(gone)) from gone
         if missing:
-            raise RanksApart(self.verdict())
+            self._goes_on()
 
     def _wait(self, peers: Peers, place: str, *, last: bool, goes_on: bool = False) -> list[int]:
         """Until all are there; else the ranks that were not when some were given up.
@@ -214,6 +213,11 @@ class Arrivals:
                     store.compare_set(VERDICT, "", f"{self._where(place, missing, seen)}{why}")
             time.sleep(pause(now - began))
         return missing
+
+    def _goes_on(self) -> None:
+        """Raise ``RanksApart`` where the ranks have been given up."""
+        if said := self.verdict():
+            raise RanksApart(said)
 
     def verdict(self) -> str:
         """Why the ranks have been given up; empty: they have not been."""
