@@ -401,6 +401,18 @@ for at in range(3):
     loss({{name: one - 0.1 * grad for (name, one), grad in zip(weights.items(), grads)}}).backward()
     optimizer.step()
 """
+UPHILL = """
+model(x).square().mean().backward()
+params = list(model.parameters())
+uphill = [0.05 * one.grad / one.grad.norm() for one in params]
+with torch.no_grad():
+    torch._foreach_add_(params, uphill)
+optimizer.zero_grad()
+model(x).square().mean().backward()
+with torch.no_grad():
+    torch._foreach_sub_(params, uphill)
+optimizer.step()
+"""
 BACKWARD = "model(x).square().mean().backward()\n"
 TOLD: dict[str, tuple[str, str]] = {
     "steps another model": (
@@ -423,6 +435,7 @@ TOLD: dict[str, tuple[str, str]] = {
         "model(x).square().mean().backward(inputs=list(model[0].parameters()))\noptimizer.step()\n",
         "prove.unproven: backward was given inputs=",
     ),
+    "moves uphill by hand, clears, and moves back": (UPHILL, ""),
     "clears nothing": (f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n", "prove.left-over"),
     "steps twice": (f"{BACKWARD}optimizer.step()\noptimizer.step()\n", "prove.stepped-twice"),
 }

@@ -973,27 +973,6 @@ def two_parts_that_train_in_turn(rank: int, world: int) -> Window:
     return Window(model, train, lingers=True)
 
 
-def sharpness_by_hand(rank: int, world: int) -> Window:
-    """Weights are moved uphill, their gradients there are cleared and made again, and the weights are put back."""
-    model = DDP(net())
-    optimizer = adam(model)
-
-    def train() -> None:
-        batch = next(micros(1))
-        loss_of(model, batch).backward()
-        params = list(model.parameters())
-        uphill = [0.05 * param.grad / (param.grad.norm() + 1e-9) for param in params if param.grad is not None]
-        with torch.no_grad():
-            torch._foreach_add_(params, uphill)
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        with torch.no_grad():
-            torch._foreach_sub_(params, uphill)
-        optimizer.step()
-
-    return Window(model, train)
-
-
 def penalty_that_is_made_once(rank: int, world: int) -> Window:
     """And is a third of each of three losses."""
     model = net()
@@ -1140,7 +1119,6 @@ RIGHT_UNUSUAL = (
     packed_sequences,
     encoder_that_follows_in_the_forward,
     two_parts_that_train_in_turn,
-    sharpness_by_hand,
     penalty_that_is_made_once,
     weights_that_a_model_makes,
     two_losses_of_one_forward,
