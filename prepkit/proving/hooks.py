@@ -250,6 +250,11 @@ class Around:
         self.tokens = self.tokens if mean_over is None else float(mean_over)
         return plain(window, loss, mean_over)
 
+    def spent(self) -> float | None:
+        """Over how many tokens the loss is a mean that goes backward now, which says nothing of the next."""
+        tokens, self.tokens = self.tokens, None
+        return tokens
+
     def asks(self, wanted: tuple[int, ...]) -> None:
         """The program asks for the gradients of these weights."""
         if self.asked and self.asked != wanted:

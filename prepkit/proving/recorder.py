@@ -369,7 +369,7 @@ class Recorder:
         if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
             return self.around.goes(plain)
         self.around.backward(self.root, tensor, ends, first=not (self._micros or asked))
-        made = micro_of(tensor, seed, ends, open_calls, self.around.tokens)
+        made = micro_of(tensor, seed, ends, open_calls, self.around.spent())
         if not isfinite(made.loss):
             said = f"the loss of micro-batch {len(self._micros)} is {made.loss} on rank {world().rank}"
             self.around.unproven, made = said, evolve(made, loss=0.0)
@@ -377,7 +377,6 @@ class Recorder:
         for call in open_calls:
             call.micro = len(self._micros)
         self._micros.append(evolve(made, like=place_in(self._likes, like)))
-        self.around.tokens = None
         self._lines |= dict.fromkeys(line_of("backward"))
         self._tracer.backward = True
         result = self.around.goes(plain)
