@@ -46,6 +46,10 @@ def test_every_engine_under_which_an_optimizer_fails_is_refused_and_no_other(key
         assert places(cfg) == (place,)
         refused = REFUSE & set(rule_ids(cfg, given(key)))
         assert bool(refused) == (place in FAILS[key]), f"{key} under {place}: {refused or 'no finding'}"
+        if "optimizer.under-engine" in refused:
+            says = finding_of("optimizer.under-engine", cfg, given(key)).what.partition("it trains as alone under ")[2]
+            good = [other for other in MEASURED if other not in FAILS[key] and "," not in other]
+            assert says == f"{' and '.join(good)}."
 
 
 def test_layers_that_are_cut_under_fsdp2_count_as_both() -> None:

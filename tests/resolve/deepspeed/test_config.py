@@ -309,6 +309,18 @@ def test_a_group_of_zero_plus_plus_divides_the_ranks(stage: int, size: int, fix:
     assert [flaw.fix for flaw in found.flaws if flaw.rule == "deepspeed.tensor-parallel"] == [fix] * bool(fix)
 
 
+@pytest.mark.parametrize("world", range(2, 14))
+def test_a_group_that_does_not_divide_the_ranks_is_told_the_nearest_that_do(world: int) -> None:
+    for size in range(2, world):
+        zero = {"stage": 3, "zero_hpz_partition_size": size}
+        found = batch({"zero_optimization": zero}, world=world, micro_batch=3)
+        told = [flaw.fix for flaw in found.flaws if flaw.rule == "deepspeed.tensor-parallel"]
+        legal = [number for number in range(1, world + 1) if world % number == 0]
+        below, above = max(n for n in legal if n <= size), min(n for n in legal if n >= size)
+        fix = f"Write {below} or {above}, or start other processes."
+        assert told == ([] if size in legal else [fix]), size
+
+
 def test_the_micro_batch_is_that_of_the_smallest_loader_unless_the_largest_is_asked_for() -> None:
     loaders = (tiny_loader(batch_size=8), tiny_loader(batch_size=2))
     assert numbers(batch({}, world=2, loaders=loaders))[0] == 2
@@ -508,7 +520,15 @@ def test_a_specified_optimizer_is_offloaded_likewise() -> None:
 
 @pytest.mark.parametrize(
     ("name", "module", "wanted"),
-    [("AdamW", "torch.optim.adamw", None), ("SGD", "torch.optim.sgd", True), ("Lion", "lion_pytorch", True)],
+    [
+        ("AdamW", "torch.optim.adamw", None),
+        ("Adagrad", "torch.optim.adagrad", None),
+        ("FusedAdam", "apex.optimizers", None),
+        ("FusedLamb", "deepspeed.ops.lamb", None),
+        ("SGD", "torch.optim.sgd", True),
+        ("Lion", "lion_pytorch", True),
+        ("FusedLAMB", "apex.optimizers", True),
+    ],
 )
 def test_zero_is_told_of_optimizers_that_it_was_not_tested_with(name: str, module: str, wanted: bool | None) -> None:
     found = worked({}, evolve(tiny_facts(world=2), optimizer=tiny_optimizer(tiny_model(), name, module)))
