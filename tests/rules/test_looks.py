@@ -71,7 +71,6 @@ def _possible_proof(facts: ProofFacts) -> bool:
     many, names = len(facts.shares), [one.name for one in facts.gradients]
     return (
         facts.scale > 0
-        and (facts.clip is None or facts.clip.most > 0)
         and facts.accumulation != 0
         and facts.divides != 0
         and {share.rank for share in facts.shares} == set(range(facts.world))

@@ -134,7 +134,7 @@ def _clipping(facts: ProofFacts, aim: Vector) -> float:
         return 1.0
     weighed = _weighed(facts)
     length = clip.seen if clip.seen is not None else norm(facts, aim) * (weighed.ratio if weighed else 1.0)
-    return min(1.0, clip.most / (length + 1e-6))
+    return max(min(1.0, clip.most / (length + 1e-6)), NOTHING**5)  # by nothing it is divided
 
 
 def norm(facts: ProofFacts, sums: Vector) -> float:

@@ -529,13 +529,13 @@ def test_a_specified_optimizer_is_offloaded_likewise() -> None:
 @pytest.mark.parametrize(
     ("name", "module", "wanted"),
     [
-        *(
-            ("AdamW", "torch.optim.adamw", None),
-            ("Adagrad", "torch.optim", None),
-            ("FusedAdam", "apex.optimizers", None),
-        ),
-        *(("FusedLamb", "deepspeed.ops.lamb", None)),
-        *(("SGD", "torch.optim.sgd", True), ("Lion", "lion_pytorch", True), ("FusedLAMB", "apex.optimizers", True)),
+        ("AdamW", "torch.optim.adamw", None),
+        ("Adagrad", "torch.optim.adagrad", None),
+        ("FusedAdam", "apex.optimizers", None),
+        ("FusedLamb", "deepspeed.ops.lamb", None),
+        ("SGD", "torch.optim.sgd", True),
+        ("Lion", "lion_pytorch", True),
+        ("FusedLAMB", "apex.optimizers", True),
     ],
 )
 def test_zero_is_told_of_optimizers_that_it_was_not_tested_with(name: str, module: str, wanted: bool | None) -> None:
