@@ -34,7 +34,7 @@ def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
         if cause.rule == rule and not (rule in BY_HAND and by_hand(facts)):
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
             shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
-            ratio = f"{cause.ratio:.3f} x what they should be" if shows else ""
+            ratio = f"{cause.ratio:{'.3f' if cause.ratio < 1e6 else '.3g'}} x what they should be" if shows else ""
             angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g}, off by {cause.off:.2g} of it)"
             why = cause.why + (angle if rule == "prove.direction" else "")
             said = ": ".join(part for part in (ratio, why) if part)
