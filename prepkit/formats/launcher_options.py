@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from prepkit.formats.launches import Argument, LaunchLine, Script
     from prepkit.formats.started import SlurmShare
 
-PORT, COUNT, RANK = (0, 2**16 - 1), (1, 2**31 - 1), (0, 2**31 - 1)
+PORT, COUNT = (0, 2**16 - 1), (1, 2**31 - 1)
 """The least and the greatest of what an option counts."""
 
 
@@ -108,7 +108,7 @@ LAUNCHERS: Mapping[str, LauncherOptions] = {
         shortened=True,
         older=_set("local_rank use_env"),
         numbers=_set("max_restarts node_rank master_port shutdown_timeout"),
-        ranges={"master_port": PORT, "node_rank": RANK, "max_restarts": RANK},
+        ranges={"master_port": PORT, "max_restarts": (0, COUNT[1])},
         unread={"master_port": "rdzv_endpoint rdzv_backend standalone"},
         words={"start_method": "spawn|fork|forkserver", "numa_binding": "node|socket|exclusive|core-complex"},
         forms={
@@ -174,7 +174,8 @@ LAUNCHERS: Mapping[str, LauncherOptions] = {
             "num_processes parallelism_config_cp_size parallelism_config_dp_replicate_size "
             "parallelism_config_dp_shard_size parallelism_config_sp_size parallelism_config_tp_size zero_stage"
         ),
-        ranges={"main_process_port": PORT, "machine_rank": RANK, "num_machines": COUNT, "max_restarts": RANK},
+        ranges={"main_process_port": PORT, "num_machines": COUNT},
+        unread={"main_process_port": "cpu"},
         words={
             "mixed_precision": "no|fp16|bf16|fp8",
             "dynamo_mode": "default|reduce-overhead|max-autotune",
