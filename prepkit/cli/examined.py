@@ -353,8 +353,9 @@ def _judged(one: Found, cluster: Cluster, read: Imported | PlanRejected, sizes: 
     theirs = (finding for finding in asked.said if finding.rule not in imported.seen_to)
     found = [finding for finding in theirs if not f"{finding.where}.".startswith(unread or ("\n",))]
     written = (_with_origin(finding, imported.written) for finding in dict.fromkeys((*said, *found)))
-    own = {imported.world_size: processes_said(one.path)} if imported.world_size else {}
-    ranks = {} if cluster.sizes else sizes or own
+    ranks = {} if cluster.sizes else sizes
+    if imported.world_size and not sizes and not cluster.sizes:  # a line of a script has said it otherwise
+        ranks = {imported.world_size: processes_said(one.path)}
     every = tuple(_with_ranks(imported.worded(finding), ranks) for finding in written)
     return _sorted(evolve(asked.checked, found=one), _placed(one, every))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prepkit.findings import Finding
+from prepkit.formats.launcher_options import refuses
 from prepkit.formats.launches import Argument, LaunchLine, Script
 from prepkit.formats.started import SWITCHED, given_by
 from prepkit.rules import found
@@ -36,7 +37,9 @@ def with_options(launch: LaunchLine) -> tuple[dict[str, Any], dict[str, Any], tu
     over = []
     for name, option in launch.options.items():
         path = _path(name, kind, beside_json=named)
-        if path is None or "$" in str(option.value) or (named and kind == "DEEPSPEED" and option.value == "no"):
+        if path is None or refuses(launch.launcher, name, option.value) or "$" in str(option.value):
+            continue  # a launcher that refuses it starts with no config
+        if named and kind == "DEEPSPEED" and option.value == "no":
             continue
         if len(path) > 1 and not isinstance(data.get(path[0]), dict):
             data[path[0]] = {}

@@ -1,14 +1,27 @@
-"""Options of the launchers themselves: those that a value follows, and those that stand alone.
+"""Options of the launchers themselves: those that a value follows, those that stand alone, and what each takes.
 
-Data, as the launchers need not be here; a test compares it with those that are. Without the dashes before them, and
-with ``_`` between words, as each launcher takes both.
+Data, as the launchers need not be here; a test compares it with those that are (torch 2.13, accelerate 1.15, DeepSpeed
+0.19). Without the dashes before them, and with ``_`` between words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
+
+from prepkit import rules
+from prepkit.findings import Finding
+
+if TYPE_CHECKING:
+    from prepkit.formats.launches import Argument, LaunchLine, Script
+    from prepkit.formats.started import SlurmShare
+
+PORT, COUNT = (0, 2**16 - 1), (1, 2**31 - 1)
+"""The least and the greatest of what an option counts."""
 
 
 @frozen
@@ -22,17 +35,61 @@ class LauncherOptions:
     older: frozenset[str] = frozenset()
     """What other releases take, and the one that was looked at does not."""
 
+    dashed: bool = True
+    """Whether ``-`` between words is taken as well as ``_``."""
+    numbers: frozenset[str] = frozenset()
+    """Those whose value is a whole number."""
+    ranges: Mapping[str, tuple[int, int]] = field(factory=dict)
+    """Those of them that take no other numbers."""
+    words: Mapping[str, str] = field(factory=dict)
+    """Those whose value is one of some words, with ``|`` between them."""
+    forms: Mapping[str, tuple[str, str]] = field(factory=dict)
+    """Those whose value has a form, as an expression and in words."""
+    unread: Mapping[str, str] = field(factory=dict)
+    """Those that nobody looks at beside one of others."""
+    least: tuple[tuple[str, str, int], ...] = ()
+    """Switches, each with an option that it takes from a number on alone."""
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Groups of options, with blanks between those of one, of which a line has one group at most."""
+
     @property
     def every(self) -> frozenset[str]:
         """Every option that some release takes."""
         return self.valued | self.switches | self.older
 
     def name(self, typed: str) -> str | None:
-        """Return the option that is meant by what was typed; None: there is no such option."""
-        if typed in self.every:
-            return typed
-        begins = [one for one in self.every if one.startswith(typed)] if self.shortened and len(typed) > 1 else []
-        return begins[0] if len(begins) == 1 else None
+        """Return the option that is meant by what was typed, without dashes before it; None: it is not taken."""
+        plain = typed.replace("-", "_")
+        if plain in self.every and (self.dashed or plain == typed):
+            return plain
+        begun = self.begun(typed) if self.shortened and len(typed) > 1 else ()
+        return begun[0].replace("-", "_") if len(begun) == 1 else None
+
+    def begun(self, typed: str) -> tuple[str, ...]:
+        """Return the ways to type an option that begin so; argparse refuses what begins several, be they of one."""
+        ways = {one for name in self.every for one in (name, name.replace("_", "-") if self.dashed else name)}
+        return tuple(sorted(way for way in ways if way.startswith(typed)))
+
+    def near(self, typed: str) -> str:
+        """Return the option that is spelt nearly so; empty: none is."""
+        plain = typed.lstrip("-").replace("-", "_")
+        return next(iter(difflib.get_close_matches(plain, sorted(self.valued | self.switches), 1, 0.85)), "")
+
+    def meant(self, typed: str) -> str:
+        """Return the option that may be meant by one that is not taken; empty: it may be one of somebody's own.
+
+        A near one, one that it is the beginning of, or one whose letters it has in order (``main_port``).
+        """
+        plain, known = typed.replace("-", "_"), sorted(self.valued | self.switches)
+        if near := self.near(typed):
+            return near
+        inside = re.compile(".*".join(map(re.escape, plain)))
+        ways = [name for name in known if name.startswith(plain)] or [name for name in known if inside.match(name)]
+        return min(ways, key=len) if len(plain) > _SHORT and ways else ""
+
+
+_SHORT = 3
+"""Letters that stand in too many names, in order."""
 
 
 def _set(names: str) -> frozenset[str]:
@@ -50,6 +107,21 @@ LAUNCHERS: Mapping[str, LauncherOptions] = {
         switches=_set("h help m module no_python run_path standalone virtual_local_rank"),
         shortened=True,
         older=_set("local_rank use_env"),
+        numbers=_set("max_restarts node_rank master_port shutdown_timeout"),
+        ranges={"master_port": PORT, "max_restarts": (0, COUNT[1])},
+        unread={"master_port": "rdzv_endpoint rdzv_backend standalone"},
+        words={"start_method": "spawn|fork|forkserver", "numa_binding": "node|socket|exclusive|core-complex"},
+        forms={
+            "nproc_per_node": (
+                r"[1-9]\d*|cpu|gpu|xpu|auto|npu|mlu|musa|sdaa|hpu|maca|privateuseone|openreg",
+                "a number from 1, gpu, cpu or auto",
+            ),
+            "nnodes": (r"[1-9]\d*(:[1-9]\d*)?", "a number from 1, or two as LEAST:MOST"),
+            "rdzv_endpoint": (
+                r"(?!.*:(?:6553[6-9]|655[4-9]\d|65[6-9]\d\d|6[6-9]\d{3}|[7-9]\d{4}|\d{6,})$).*",
+                "a port below 65536",
+            ),
+        },
     ),
     "accelerate": LauncherOptions(
         valued=_set(
@@ -93,6 +165,32 @@ LAUNCHERS: Mapping[str, LauncherOptions] = {
         older=_set(
             "aml fp16 fsdp_backward_prefetch_policy ipex  mps sagemaker tpu_use_cluster use_cpu use_mps_device use_xpu"
         ),
+        numbers=_set(
+            "fp8_amax_history_len fp8_interval fp8_margin fsdp_min_num_params gradient_accumulation_steps machine_rank "
+            "main_process_port max_restarts megatron_lm_context_parallel_size "
+            "megatron_lm_decoder_last_pipeline_num_layers megatron_lm_expert_model_parallel_size "
+            "megatron_lm_expert_tensor_parallel_size megatron_lm_num_micro_batches megatron_lm_pp_degree "
+            "megatron_lm_recompute_num_layers megatron_lm_tp_degree num_cpu_threads_per_process num_machines "
+            "num_processes parallelism_config_cp_size parallelism_config_dp_replicate_size "
+            "parallelism_config_dp_shard_size parallelism_config_sp_size parallelism_config_tp_size zero_stage"
+        ),
+        ranges={"main_process_port": PORT, "num_machines": COUNT},
+        unread={"main_process_port": "cpu"},
+        words={
+            "mixed_precision": "no|fp16|bf16|fp8",
+            "dynamo_mode": "default|reduce-overhead|max-autotune",
+            "fsdp_version": "1|2",
+            "fp8_backend": "ao|te|msamp",
+            "fp8_format": "HYBRID|E4M3|E5M2",
+            "fp8_amax_compute_algo": "max|most_recent",
+            "fp8_opt_level": "O1|O2",
+            "parallelism_config_cp_backend": "torch",
+            "parallelism_config_sp_backend": "deepspeed",
+            "dynamo_backend": "no|eager|aot_eager|inductor|aot_ts_nvfuser|nvprims_nvfuser|cudagraphs|ofi|fx2trt|onnxrt"
+            "|tensorrt|aot_torchxla_trace_once|torhchxla_trace_once|tvm",
+        },
+        least=(("multi_gpu", "num_processes", 2),),
+        apart=(("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp"),),
     ),
     "deepspeed": LauncherOptions(
         valued=_set(
@@ -104,6 +202,137 @@ LAUNCHERS: Mapping[str, LauncherOptions] = {
         ),
         shortened=True,
         older=_set("deepspeed deepspeed_config elastic_training max_elastic_nodes min_elastic_nodes"),
+        dashed=False,
+        numbers=_set("master_port node_rank num_accelerators num_gpus num_nodes ssh_port"),
+        ranges={"master_port": PORT, "ssh_port": PORT},
+        words={"autotuning": "tune|run", "log_level": "debug|info|warning|error|critical"},
+        apart=(("include i exclude e", "num_gpus num_accelerators num_nodes"), ("include i", "exclude e")),
     ),
 }
 """Launcher to its options."""
+
+
+def option_findings(path: str, launch: LaunchLine) -> Iterator[Finding]:
+    """Say which options of a line its launcher refuses: before it has started anything."""
+    table = LAUNCHERS.get(launch.launcher)
+    if table is None:
+        return
+    for option in launch.strange:
+        typed = option.typed.lstrip("-")
+        if meant := table.meant(typed):
+            begun = table.begun(typed) if table.shortened else ()
+            what = f"{launch.launcher} has no option {option.typed}, and does not start"
+            if len(begun) > 1:
+                what = f"{option.typed} begins --{begun[0]} and --{begun[1]}, and {launch.launcher} does not start"
+            written = meant.replace("_", "-") if "-" in typed and table.dashed else meant
+            yield rules.found("launch.unknown-option", _at(path, option), what, f"Write --{written}.")
+    for name, option in launch.options.items():
+        if any(one in launch.options for one in table.unread.get(name, "").split()):
+            continue
+        if said := _refused(table, name, option.value):
+            what = f"{launch.launcher} takes {said[0]} as {option.typed}, and not {option.value}: it does not start"
+            yield rules.found("launch.refused-option", _at(path, option), what, f"Write {said[1]}.")
+    for switch, name, least in table.least:
+        few = launch.options.get(name)
+        if few is not None and switch in launch.options and (_number(few.value) or least) < least:
+            what = f"{launch.launcher} takes {least} or more as {few.typed} with --{switch}, and does not start"
+            fix = f"Write {least} or more, or remove --{switch}."
+            yield rules.found("launch.refused-option", _at(path, few), what, fix)
+    for groups in table.apart:
+        here = [option for group in groups for option in _first(launch, group)]
+        if len(here) > 1:
+            what = f"{launch.launcher} takes {here[0].typed} or {here[1].typed}, and does not start with both"
+            yield rules.found("launch.refused-option", _at(path, here[1]), what, "Remove one of them.")
+
+
+def refuses(launcher: str, name: str, value: str | bool) -> bool:
+    """Return whether a launcher is known to refuse a value."""
+    return launcher in LAUNCHERS and _refused(LAUNCHERS[launcher], name, value) is not None
+
+
+def _first(launch: LaunchLine, group: str) -> list[Argument]:
+    return [launch.options[name] for name in group.split() if name in launch.options][:1]
+
+
+def _at(path: str, option: Argument) -> str:
+    return f"{path}:{option.line}:{option.column}"
+
+
+_LATER = re.compile(r"[$`{<\\]|^[A-Z_]+$|x{2,}")
+"""A value that is known when it runs, or that stands in a page for one."""
+
+
+def _refused(table: LauncherOptions, name: str, value: str | bool) -> tuple[str, str] | None:
+    """What a launcher takes in the place of a value, and what to type; None: it takes the value, or nobody knows."""
+    if isinstance(value, bool) or _LATER.search(value):
+        return None
+    if name in table.words:
+        words = table.words[name].split("|")
+        near = difflib.get_close_matches(value, words, 1)
+        return (
+            None if value in words else (f"one of {', '.join(words[:4])}", near[0] if near else " or ".join(words[:2]))
+        )
+    if name in table.forms:
+        form, text = table.forms[name]
+        return None if re.fullmatch(form, value) else (text, text)
+    if name not in table.numbers:
+        return None
+    least, most = table.ranges.get(name, (-(2**31), 2**31))
+    if re.fullmatch(r"[+-]?\d{1,10}", value) is None:
+        return "a whole number", "a whole number"
+    between = f"a number from {least} to {most}" if most == PORT[1] else f"a number from {least}"
+    return None if least <= int(value) <= most else (between, between)
+
+
+def _number(text: Any) -> int | None:
+    return int(str(text)) if re.fullmatch(r"\d{1,9}", str(text)) else None
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+_RANKS_OF = {"torchrun": ("node_rank", "nnodes"), "accelerate": ("machine_rank", "num_machines")}
+"""Launcher to its options of the number of this machine, and of how many there are."""
+
+
+def machine_findings(script: Script, launch: LaunchLine, given: SlurmShare) -> Iterator[Finding]:
+    """Say what each of several machines does by itself, where it is to find the others."""
+    if launch.launcher not in _RANKS_OF:
+        return
+    options = launch.options
+    rank_by, nodes_by = _RANKS_OF[launch.launcher]
+    said, rank = options.get(nodes_by), options.get(rank_by)
+    nodes = _number(str(said.value).rpartition(":")[2]) if said is not None else _number(launch.file.get(nodes_by, ""))
+    fixed = _number(rank.value) if rank is not None and "rdzv_backend" not in options else None
+    several = launch.by == "srun" and given.per_node == 1 and (given.launchers or 1) > 1
+
+    def found(at: Argument | LaunchLine, what: str, fix: str) -> Finding:
+        return rules.found("launch.nodes", f"{script.path}:{at.line}:{at.column}", what, fix)
+
+    if rank is not None and fixed is not None and nodes and fixed >= nodes:
+        there = f"the machines are 0 to {nodes - 1}" if nodes > 1 else "the only machine is 0"
+        yield found(rank, f"{there}, and {rank.typed} is {fixed}", "Write the number of this machine, from 0.")
+    elif rank is not None and fixed is not None and several and nodes != 1:
+        what = f"srun starts {given.launchers} launchers, and each of them says that it is machine {fixed}"
+        yield found(rank, what, f"Write bash -c '...' around it, with {rank.typed} $SLURM_NODEID between the quotes.")
+    elif launch.launcher == "torchrun" and several and said is None and not _by_itself(launch):
+        what = f"srun starts {given.launchers} launchers, and without --nnodes each trains by itself"
+        yield found(launch, what, f"Write --nnodes={given.launchers}; or --standalone, where that is meant.")
+    elif said is not None and nodes and nodes > 1 and "standalone" in options:
+        what = f"it waits for {nodes} machines, and --standalone lets no other find it"
+        yield found(options["standalone"], what, f"Remove it, or write {said.typed} 1.")
+    elif said is not None and nodes and nodes > 1 and rank is None and _own_host(script, launch):
+        at = options["rdzv_endpoint"]
+        what = f"it waits for {nodes} machines, and each looks for the others at its own {at.value}"
+        yield found(at, what, f"Write {at.typed} with the name of one machine that all of them reach.")
+
+
+def _by_itself(launch: LaunchLine) -> bool:
+    """Whether a line says that each launcher trains alone, or variables of torchrun's may say how many there are."""
+    return "standalone" in launch.options or any(name.startswith("PET_") for name in launch.environment)
+
+
+def _own_host(script: Script, launch: LaunchLine) -> bool:
+    """Whether the only launch of a script names the machine that it is on; several may be several on one machine."""
+    end = launch.options.get("rdzv_endpoint")
+    host = "" if end is None else str(end.value).partition(":")[0]
+    return host in ("localhost", "127.0.0.1") and len(script.launches) == 1

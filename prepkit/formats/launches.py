@@ -320,15 +320,16 @@ def _of_launcher(
     table = LAUNCHERS[launcher]
     options: dict[str, Argument] = {}
     strange: list[Argument] = []
-    at = 0
+    opened, at = False, 0
     while at < len(rest):
         typed, sign, value = rest[at].text.partition("=")
         if not typed.startswith("-"):
-            if "$" not in typed:
+            if "$" not in typed or typed.endswith(".py"):
                 break
+            opened = True
             at += 1  # what it stands for is known when it runs
             continue
-        word, name = rest[at], table.name(_name(typed))
+        word, name = rest[at], table.name(typed.lstrip("-"))
         follows = at + 1 < len(rest) and not (name is None and rest[at + 1].text.startswith("-"))
         given: str | bool = value if sign else True
         if not sign and name not in table.switches and follows and not rest[at + 1].text.endswith(".py"):
@@ -336,7 +337,7 @@ def _of_launcher(
             given = rest[at].text
         if name is not None:
             options[name] = where.argument(typed, given, word)
-        elif "$" not in typed and re.match(r"--\w", typed):
+        elif "$" not in typed and re.match(r"--\w", typed) and (not opened or table.near(typed)):
             strange.append(where.argument(typed, given, word))
         at += 1
     return options, tuple(strange), at

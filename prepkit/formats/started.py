@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from prepkit import rules
 from prepkit.findings import Finding
 from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import READERS, read
-from prepkit.formats.launcher_options import LAUNCHERS
+from prepkit.formats.launcher_options import machine_findings, option_findings
 from prepkit.formats.launches import LaunchLine, Script
 
 
@@ -292,7 +291,7 @@ def script_findings(script: Script) -> tuple[Finding, ...]:
         finding
         for launch in script.launches
         for finding in (
-            *_strange(script, launch),
+            *option_findings(script.path, launch),
             *_cut(script, launch),
             *(_supposing(finding, launch) for finding in _flaws(script, launch)),
         )
@@ -336,6 +335,7 @@ def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
     yield from _more_than_gpus(launch, starts, given, where)
     yield from _waits(script, launch, starts, given, where)
     yield from _twice(launch, starts, given, where)
+    yield from machine_findings(script, launch, given)
 
 
 def _cut(script: Script, launch: LaunchLine) -> Iterator[Finding]:
@@ -344,17 +344,6 @@ def _cut(script: Script, launch: LaunchLine) -> Iterator[Finding]:
         what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
         how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
         yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
-
-
-def _strange(script: Script, launch: LaunchLine) -> Iterator[Finding]:
-    for option in launch.strange:
-        table = LAUNCHERS[launch.launcher]
-        near = difflib.get_close_matches(option.name, table.valued | table.switches, 1, 0.85)
-        if near:
-            where = f"{script.path}:{option.line}:{option.column}"
-            what = f"{launch.launcher} has no option {option.typed}, and does not start"
-            typed = near[0].replace("_", "-") if "-" in option.typed[2:] else near[0]
-            yield rules.found("launch.unknown-option", where, what, f"Write --{typed}.")
 
 
 def _more_than_gpus(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:

@@ -231,7 +231,7 @@ FILES: tuple[Rule, ...] = (
     ),
     _check(
         id="launch.nodes",
-        summary="A script waits for no more machines than it asks Slurm for, and starts a launcher on each.",
+        summary="A script waits for the machines that there are, and starts a launcher on each that finds the others.",
         fix="Write the same number in both places.",
     ),
     _check(
@@ -260,6 +260,11 @@ FILES: tuple[Rule, ...] = (
         id="launch.unknown-option",
         summary="Every option before the name of a script is one that its launcher has.",
         fix="Write the name that is proposed.",
+    ),
+    _check(
+        id="launch.refused-option",
+        summary="Every option before the name of a script has a value that its launcher takes beside the others.",
+        fix="Write a value that the launcher takes, or keep one of the two.",
     ),
     _export(
         id="export.not-expressible",

@@ -73,6 +73,17 @@ WRONG = [
     (slurm("--nodes=4 --ntasks=1", "srun accelerate launch --config_file four.yaml t.py"), "nodes", "of --ntasks=1"),
     (slurm("--nodes=4", "accelerate launch --config_file four.yaml t.py"), "nodes", "$SLURM_NODEID"),
     (slurm("--nodes=4", f"torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py"), "nodes", "srun --ntasks-per-node=1"),
+    # machines that do not find each other
+    (slurm(*TWO, "srun torchrun --nproc_per_node 8 t.py"), "nodes", "Write --nnodes=2; or"),
+    (slurm(*TWO, "srun torchrun --nnodes 2 --node_rank=0 --master_addr h t.py"), "nodes", "$SLURM_NODEID"),
+    (
+        slurm(*TWO, "srun accelerate launch --config_file four.yaml --num_machines 2 --machine_rank 0 t.py"),
+        "nodes",
+        "ID",
+    ),
+    ("torchrun --nnodes=2 --node_rank=2 --master_addr h --nproc_per_node 8 t.py\n", "nodes", "of this machine, from 0"),
+    ("torchrun --standalone --nnodes 2 --nproc_per_node 8 t.py\n", "nodes", "--nnodes 1"),
+    ("torchrun --nnodes=2 --rdzv_endpoint=localhost:29500 t.py\n", "nodes", "--rdzv_endpoint with the name"),
     # a launcher for each of the processes that it starts
     (slurm("-N 2", "-n 16", f"srun torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "twice", "of --ntasks=16"),
     (slurm("-N2", f"srun --ntasks-per-node=8 torchrun --nnodes 2 --nproc_per_node 8 {C10D} t.py"), "twice", "srun -"),
@@ -100,6 +111,12 @@ def test_processes_nodes_and_gpus_are_compared_whatever_says_them(text: str, rul
 
 
 RIGHT = [
+    slurm(*TWO, "srun torchrun --standalone --nproc_per_node 8 t.py"),
+    slurm(*TWO, "export PET_NNODES=2", "srun torchrun --nproc_per_node 8 t.py"),
+    slurm(*TWO, f"srun torchrun --nnodes 2 --node_rank 0 {C10D} t.py"),
+    slurm("-N2", "srun -N1 -n1 torchrun --nproc_per_node 8 t.py"),
+    "".join(f"torchrun --nnodes=2 --rdzv_endpoint=localhost:29500 t.py {end}\n" for end in "&;"),
+    "torchrun --nnodes=2 --node_rank=1 --master_addr h --nproc_per_node 8 t.py\n",
     "torchrun --nproc_per_node 4 \\\n  t.py \\\n  # --more\n\necho done\n",
     slurm("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=8")
     + 2 * "srun -n1 --gpus=4 --exact torchrun --standalone --nproc_per_node 4 a.py &\n",
@@ -329,7 +346,7 @@ LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
         (JSON, "--mixed_precision bf16", []),
         (JSON, "--mixed_precision no", []),
         (JSON, "--mixed_precision $PRECISION", []),
-        (FSDP, "--mixed_precision bf17", [("import.wrong-value", "--mixed_precision")]),
+        (FSDP, "--mixed_precision bf17", [("launch.refused-option", "--mixed_precision")]),
         (FSDP, "--mixed_precision bf16", []),
         (FSDP, "--mixed_precision fp16", []),
         (
@@ -340,7 +357,7 @@ LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads
         (FSDP, "--fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer", []),
         (FSDP, "--fsdp_reshard_after_forward sometimes", [("import.wrong-type", "--fsdp_reshard_after_forward")]),
         (FSDP, "--fsdp_version 2 --fsdp_reshard_after_forward false", []),
-        (FSDP, "--fsdp_version=3", [("import.wrong-value", "--fsdp_version")]),
+        (FSDP, "--fsdp_version=3", [("launch.refused-option", "--fsdp_version")]),
     ],
 )
 def test_options_of_the_launcher_go_before_its_config(
@@ -380,6 +397,14 @@ def test_options_of_the_launcher_go_before_its_config(
         ("accelerate launch --ipex --fsdp_backward_prefetch_policy X t.py", 0, ""),  # older releases have them
         ("torchrun --of_our_own_fork 8 t.py", 0, ""),
         ("torchrun $ARGS --nproc_per_nodes 8 t.py", 16, "Write --nproc_per_node."),
+        ("torchrun $SCRIPT --nproc 8 t.py", 0, ""),  # of the script, maybe
+        ("accelerate launch --num_processes 8 $TASK.py --main_port 8", 0, ""),
+        ("accelerate launch --main_port=29500 t.py", 19, "Write --main_process_port."),
+        ("accelerate launch --nproc 8 t.py", 19, "Write --num_processes."),
+        ("torchrun --nproc 8 t.py", 10, "Write --nproc_per_node."),  # argparse finds it in two spellings of one
+        ("torchrun --nproc-p 8 t.py", 0, ""),
+        ("deepspeed --master-port 29500 t.py", 11, "Write --master_port."),
+        ("deepspeed --num 8 t.py", 0, ""),
     ],
 )
 def test_a_misspelt_option_of_a_launcher_is_named(line: str, column: int, fix: str, folder: Path) -> None:
@@ -393,15 +418,15 @@ def test_a_misspelt_option_of_a_launcher_is_named(line: str, column: int, fix: s
     ("options", "rule"),
     [
         ("--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP", ""),
-        ("--use_fsdp --fsdp_version 3", "import.wrong-value"),
-        ("--use_fsdp --mixed_precision bf17", "import.wrong-value"),
+        ("--use_fsdp --fsdp_version 3", "launch.refused-option"),
+        ("--use_fsdp --mixed_precision bf17", "launch.refused-option"),
         ("--multi_gpu --num_machines 1 --mixed_precision bf16", ""),
         ("--use_deepspeed --zero_stage 4", "deepspeed.stage"),
         ("--use_deepspeed --zero_stage 3 --gradient_clipping 1.0", ""),
         ("--use_deepspeed --deepspeed_config_file ds.json", ""),
         ("--use_deepspeed --deepspeed_config_file ds.json --mixed_precision fp16", "import.contradiction"),
         ("--use_deepspeed --deepspeed_config_file gone.json --mixed_precision fp16", ""),
-        ("--mixed_precision bf17", ""),  # a default config may lie elsewhere
+        ("--mixed_precision bf17", "launch.refused-option"),
     ],
 )
 def test_a_line_without_a_config_is_judged_as_one(options: str, rule: str, folder: Path) -> None:
@@ -410,6 +435,46 @@ def test_a_line_without_a_config_is_judged_as_one(options: str, rule: str, folde
     Path("here/ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
     found = json.loads(run("check", "here", "--json").stdout)["findings"]
     assert [(one["rule"], one["file"]) for one in found] == ([(rule, "here/run.sh")] if rule else []), found
+
+
+REFUSED = [
+    ("accelerate launch --mixed_precision bf61 t.py", "bf61: it does not start"),
+    ("accelerate launch --num_processes eight t.py", "a whole number"),
+    ("accelerate launch --use_fsdp --use_deepspeed --num_processes 8 t.py", "does not start with both"),
+    ("accelerate launch --multi_gpu --cpu t.py", "--multi_gpu or --cpu"),
+    ("accelerate launch --multi_gpu --num_processes 1 t.py", "2 or more"),
+    ("accelerate launch --num_machines 0 t.py", "a number from 1"),
+    ("deepspeed --include localhost:0,1 --num_gpus 4 t.py", "--include or --num_gpus"),
+    ("deepspeed -i localhost:0,1 --exclude b:1 t.py", "-i or --exclude"),
+    ("deepspeed --master_port 70000 t.py", "from 0 to 65535"),
+    ("torchrun --nproc_per_node eight t.py", "gpu, cpu or auto"),
+    ("torchrun --nproc_per_node 0 t.py", "a number from 1"),
+    ("torchrun --nnodes 2:4:8 --rdzv_endpoint h:1 t.py", "LEAST:MOST"),
+    ("torchrun --nproc_per_node 8 --master_port 66664 t.py", "from 0 to 65535"),
+    ("torchrun --nnodes 2 --rdzv_endpoint h:66664 t.py", "a port below 65536"),
+]
+TAKEN = [
+    "torchrun --nproc_per_node gpu --nnodes 1:4 --rdzv_endpoint h:29500 --master_port 66664 t.py",
+    "torchrun --nproc_per_node $N --master_port <port> --node_rank \\$RANK --max_restarts N t.py",
+    "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 --mixed_precision no t.py",
+    "accelerate launch --multi_gpu t.py --cpu --mixed_precision bf61",
+    "deepspeed --num_nodes 2 --num_gpus 8 --master_port 29500 t.py",
+    "deepspeed --include a:0 t.py",
+]
+
+
+@pytest.mark.parametrize(("line", "what"), REFUSED)
+def test_what_a_launcher_refuses_is_told_before_it_is_started(line: str, what: str, folder: Path) -> None:
+    Path("run.sh").write_text(f"{line}\n")
+    (found,) = json.loads(run("check", "run.sh", "--json").stdout)["findings"]
+    assert found["rule"] == "launch.refused-option"
+    assert what in found["what"]
+
+
+@pytest.mark.parametrize("line", TAKEN)
+def test_what_a_launcher_takes_is_not(line: str, folder: Path) -> None:
+    Path("run.sh").write_text(f"{line}\n")
+    assert json.loads(run("check", "run.sh", "--json").stdout)["findings"] == []
 
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -435,6 +500,25 @@ def test_the_options_of_every_launcher_are_those_of_its_parser() -> None:
         taken = {one.lstrip("-").replace("-", "_") for one in parser._option_string_actions}
         assert not (table.valued | table.switches) - taken, launcher
         assert not table.older & taken, launcher
+        assert table.dashed is any("-" in one.lstrip("-") for one in parser._option_string_actions)
+
+
+def test_what_the_options_of_every_launcher_take_is_what_its_parser_takes() -> None:
+    """Types, choices, and which beginnings of a name it takes for the name."""
+    for launcher, parser in _parsers():
+        table = LAUNCHERS[launcher]
+        actions = {
+            typed.lstrip("-").replace("-", "_"): action for typed, action in parser._option_string_actions.items()
+        }
+        assert table.numbers == {name for name, action in actions.items() if action.type is int}, launcher
+        choices = {name: "|".join(action.choices) for name, action in actions.items() if action.choices}
+        assert dict(table.words) == choices, launcher
+        listed = {*table.ranges, *table.forms, *table.unread, *(name for _, name, _ in table.least)}
+        assert listed | {name for groups in table.apart for group in groups for name in group.split()} <= actions.keys()
+        for typed in ("nproc", "nproc_per", "nproc-p", "nnode", "log", "num", "num_g", "master-po", "master_po"):
+            if table.shortened and not table.older & set(table.begun(typed)):
+                known = len(parser._get_option_tuples(f"--{typed}")) == 1
+                assert (table.name(typed) is not None) is known, f"{launcher} {typed}"
 
 
 def followed(text: str, fix: str) -> Iterator[str]:
