@@ -6,12 +6,14 @@ import argparse
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prepkit.formats.launcher_options import LAUNCHERS
+from prepkit.formats.launches import read_script
 from tests.support.command_line import run, workplace
 
 YAML = """compute_environment: LOCAL_MACHINE
@@ -458,3 +460,15 @@ def test_every_way_of_a_fix_mends_what_it_is_told_of(text: str, rule: str, fix: 
         shutil.rmtree("here")
         assert after != text
         assert rule not in [one[0].partition(".")[2] for one in told(after)], after
+
+
+def test_thousands_of_lines_that_export_cost_as_much_as_others(folder: Path) -> None:
+    """What is exported is gone through once, and not with each command."""
+    lines = [f'echo {at} "$FOO" && export A{at % 500}=b{at}' for at in range(5_000)]
+    Path("run.sh").write_text(
+        "\n".join(("#!/bin/bash", *lines, "OMP_NUM_THREADS=2 torchrun --nproc_per_node 4 t.py\n"))
+    )
+    began = time.process_time()
+    (launch,) = read_script("run.sh").launches
+    assert time.process_time() - began < 3
+    assert launch.environment["OMP_NUM_THREADS"] == "2"
