@@ -84,7 +84,7 @@ def _sealed(schema: dict[str, Any], kind: str, number: int, key: str, more: tupl
 
 def deepspeed() -> dict[str, Any]:
     """A JSON of DeepSpeed, from the table of its keys; ``auto`` and null stand where others fill in."""
-    comments = {f"^({'|'.join(map(re.escape, COMMENT))})": {}}
+    comments: dict[str, Any] = {f"^({'|'.join(map(re.escape, COMMENT))})": {}}
     schema = {"$schema": DRAFT, "title": f"DeepSpeed {VERSION} config", **_section(""), "patternProperties": comments}
     for path in REMOVED:
         at = schema

@@ -138,7 +138,8 @@ def _yaml(text: str, where: str) -> object:
             _refuse("empty", where, "the file holds comments only", _LEAST)
         if flaws := tuple(islice(_flaws(node, where, {}), MOST + 1)):
             raise PlanRejected(_told(flaws, where))
-        if _values(node, known := {}) > VALUES:
+        known: dict[int, int] = {}
+        if _values(node, known) > VALUES:
             many, aliased = f"it has more than {VALUES:,} values", len(known) <= VALUES
             what = f"with every alias written out {many}" if aliased else many
             _refuse("too-large", where, what, "write it out without the aliases" if aliased else _ANOTHER)
