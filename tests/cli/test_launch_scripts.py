@@ -391,6 +391,18 @@ def test_a_misspelt_option_of_a_launcher_is_named(line: str, column: int, fix: s
     assert found == ([("launch.unknown-option", 1, column, fix)] if fix else [])
 
 
+def test_thousands_of_lines_that_export_cost_as_much_as_others(folder: Path) -> None:
+    """What is exported is gone through once, and not with each command."""
+    lines = [f'echo {at} "$FOO" && export A{at % 500}=b{at}' for at in range(5_000)]
+    Path("run.sh").write_text(
+        "\n".join(("#!/bin/bash", *lines, "OMP_NUM_THREADS=2 torchrun --nproc_per_node 4 t.py\n"))
+    )
+    began = time.process_time()
+    (launch,) = read_script("run.sh").launches
+    assert time.process_time() - began < 3
+    assert launch.environment["OMP_NUM_THREADS"] == "2"
+
+
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
@@ -460,15 +472,3 @@ def test_every_way_of_a_fix_mends_what_it_is_told_of(text: str, rule: str, fix: 
         shutil.rmtree("here")
         assert after != text
         assert rule not in [one[0].partition(".")[2] for one in told(after)], after
-
-
-def test_thousands_of_lines_that_export_cost_as_much_as_others(folder: Path) -> None:
-    """What is exported is gone through once, and not with each command."""
-    lines = [f'echo {at} "$FOO" && export A{at % 500}=b{at}' for at in range(5_000)]
-    Path("run.sh").write_text(
-        "\n".join(("#!/bin/bash", *lines, "OMP_NUM_THREADS=2 torchrun --nproc_per_node 4 t.py\n"))
-    )
-    began = time.process_time()
-    (launch,) = read_script("run.sh").launches
-    assert time.process_time() - began < 3
-    assert launch.environment["OMP_NUM_THREADS"] == "2"
