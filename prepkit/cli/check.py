@@ -24,6 +24,7 @@ from prepkit.cli.terminal import say, say_as_it_is, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected, Severity, errors
+from prepkit.findings.text import with_names
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import READERS
 from prepkit.formats.importers.source import read as read_source
@@ -62,7 +63,7 @@ def check_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_j
     if as_json:
         say_json({**data_of(checked), "passed_by": _passed_by(checked, paths)})
     else:
-        say("\n".join(_summary(checked, told, paths)))
+        say(with_names("\n".join(_summary(checked, told, paths)), (*(one.found.path for one in checked), *paths)))
     sys.exit(1 if any(one.wrong for one in checked) else 0)
 
 
@@ -76,30 +77,33 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
     wrong = {
         one.found.path: errors(tuple(finding for _, finding in one.findings)) for one in examined(paths, cluster, kind)
     }
-    changed, ended = 0, set()
-    for one in files_found(paths, kind):
-        if one.sort != "config" or one.kind not in IMPORTERS:
+    changed, ended, seen = 0, set(), set[str]()
+    for one in sorted(files_found(paths, kind), key=lambda one: Path(one.path).is_symlink()):
+        real = os.path.realpath(one.path)
+        if one.sort != "config" or one.kind not in IMPORTERS or real in seen:
             continue
+        seen.add(real)
         source = cli_refusal.attempt(functools.partial(read_source, one.path))
         if isinstance(source, PlanRejected):
             continue
         after, gone = mended(source, one.kind, wrong.get(one.path, ()))
+        name, keys = with_names(one.path, (one.path,)), ", ".join(map(key_of, gone))
+        if gone and not _writable(one.path):
+            say(f"{name} may not be written, and is left as it is: {keys}", err=True)
+            continue
         changed += bool(gone)
         mark = "\ufeff" if gone and Path(one.path).read_bytes().startswith(BOM_UTF8) else ""
         if gone and as_diff:
             say_as_it_is("".join(_patch(one.path, mark + source.text, mark + after.text)))
-        elif gone and not _writable(one.path):
-            say(f"{one.path} may not be written, and is left as it is: {', '.join(map(key_of, gone))}", err=True)
-            continue
         elif gone:
             cli_refusal.write(mark + after.text, one.path)
-            say(f"mended {one.path}: {', '.join(map(key_of, gone))}", err=True)
-        ended |= {(one.path, *said_of(finding)) for finding in gone}
+            say(f"mended {name}: {keys}", err=True)
+        ended |= {(real, *said_of(finding)) for finding in gone}
     left = [
-        f"{place} {finding.rule}"
+        with_names(f"{place} {finding.rule}", (place.file,))
         for one in examined(paths, cluster, kind)
         for place, finding in one.findings
-        if (one.found.path, *said_of(finding)) not in ended
+        if (os.path.realpath(one.found.path), *said_of(finding)) not in ended
     ]
     if left:
         are = "finding is" if len(left) == 1 else "findings are"
@@ -116,7 +120,7 @@ def _writable(path: str) -> bool:
 
 def _patch(path: str, before: str, after: str) -> Iterator[str]:
     """Lines that ``patch -p1`` and ``git apply`` take, from the folder in which the command ran."""
-    named = os.path.relpath(path)
+    named = os.path.relpath(os.path.realpath(path) if Path(path).is_symlink() else path)
     named = Path(path).resolve().as_posix().lstrip("/") if named.startswith("..") else Path(named).as_posix()
     one, other = (_header_name(f"{side}/{named}") for side in "ab")
     was, now = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (before, after))
@@ -162,7 +166,7 @@ def line_of(place: FilePlace, finding: Finding) -> str:
     elsewhere = [finding.where] if str(place) not in finding.where else []
     elsewhere += [f"from {finding.origin}"] if finding.origin and f"{place.file}:" not in finding.origin else []
     also = f" ({', '.join(elsewhere)})" if elsewhere else ""
-    return f"{place}: {what}{also}\n  fix: {finding.fix}"
+    return with_names(f"{place}: {what}{also}\n  fix: {finding.fix}", (place.file,))
 
 
 def lines_in(file: str) -> Callable[[Finding], str]:

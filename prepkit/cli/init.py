@@ -146,7 +146,8 @@ def _settings(cfg: Config, why: str) -> Iterator[str]:
     if cfg.mesh is not None:
         yield "# Copies over nodes, shards on each."
         yield f"mesh = {{ replicate = {cfg.mesh.replicate}, shard = {cfg.mesh.shard} }}\n"
-    yield "# Computed in bfloat16; parameters and optimizer stay as they are stored."
+    yield "# Computed in bfloat16; trained parameters, and the optimizer's state with them, are held in float32."
+    yield '# To hold them as they are stored: { kind = "BF16", master_weights = false }.'
     yield 'precision = "BF16"\n'
     if cfg.checkpointing is not None:
         yield "# Each block is computed again in backward, so that its activations are not kept."

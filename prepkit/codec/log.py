@@ -164,11 +164,11 @@ def _entry(raw: bytes, path: str | os.PathLike[str], number: int) -> tuple[Entry
     if not raw.endswith(b"\n"):
         raise _torn(path, number, "it ends in the middle: writing it was interrupted, or what follows was cut off")
     try:
-        data: Any = parse(raw.decode(), f"{path}:{number}:$")
+        data: Any = parse(raw.decode().rstrip("\n"), f"{path}:{number}:$")
     except UnicodeDecodeError as error:
         raise _torn(path, number, f"byte {error.start} is not UTF-8 text") from None
     except PlanRejected as refused:
-        raise _torn(path, number, refused.findings[0].what) from None
+        raise _torn(path, number, refused.findings[0].what.replace(" at line 1, column", " at column")) from None
     if not isinstance(data, dict) or data.keys() != _TYPES.keys():
         raise _torn(path, number, f"it is no entry of a log: {shown(data)}")
     if wrong := [key for key, kind in _TYPES.items() if type(data[key]) is not kind]:

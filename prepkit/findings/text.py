@@ -10,6 +10,14 @@ from itertools import groupby
 from attrs import frozen
 
 
+def with_names(text: str, files: Iterable[str]) -> str:
+    """The text with the names of these files on one line each: one may have a line's end in it."""
+    for file in files:
+        if re.search(r"[\r\n]", file):
+            text = text.replace(file, file.replace("\r", "\\r").replace("\n", "\\n"))
+    return text
+
+
 def harmless(text: str) -> str:
     """The text with its control characters as escapes, line breaks and tabs aside: a name in a file moves no cursor."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -240,9 +240,9 @@ def top_keys(text: str, suffix: str) -> frozenset[str]:
     if len(text) > _SMALL and not any(f'"{key}"' in text for key in _JSON_MARKS):
         return frozenset()
     try:
-        data = json.loads(plain_json(text))
+        data = json.loads(plain_json(text), parse_int=float)  # which takes any number of digits
     except (ValueError, RecursionError):
-        return frozenset(key for key in _JSON_MARKS if re.search(rf'^\s*"{key}"\s*:', text, re.MULTILINE))
+        return frozenset(key for key in _JSON_MARKS if re.search(rf'^\s*{{?\s*"{key}"\s*:', text, re.MULTILINE))
     return frozenset(map(str, data)) if isinstance(data, dict) else frozenset()
 
 

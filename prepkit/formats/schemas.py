@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from prepkit.formats.importers.foreign import FALSE, TRUE
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS, VERSION
-from prepkit.resolve.deepspeed.schema import CHOICES, LIMITS
+from prepkit.resolve.deepspeed.schema import CHOICES, COMMENT, LIMITS
 
 _TYPES = {"bool": "boolean", "int": "integer", "float": "number", "text": "string", "list": "array", "map": "object"}
 _OWN = {"DeepSpeed": "config", "CompileModel": "options", "CompileBlocks": "options"}
@@ -83,7 +84,8 @@ def _sealed(schema: dict[str, Any], kind: str, number: int, key: str, more: tupl
 
 def deepspeed() -> dict[str, Any]:
     """A JSON of DeepSpeed, from the table of its keys; ``auto`` and null stand where others fill in."""
-    schema = {"$schema": DRAFT, "title": f"DeepSpeed {VERSION} config", **_section("")}
+    comments: dict[str, Any] = {f"^({'|'.join(map(re.escape, COMMENT))})": {}}
+    schema = {"$schema": DRAFT, "title": f"DeepSpeed {VERSION} config", **_section(""), "patternProperties": comments}
     for path in REMOVED:
         at = schema
         *above, last = path.split(".")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 
 from attrs import evolve, field, frozen
 
@@ -191,6 +193,12 @@ class _Shell:
                 uses[name].assumed[name] = by_default
         return cls(settled, known, frozenset(exported), sought, uses)
 
+    @cached_property
+    def given(self) -> tuple[dict[str, str], dict[str, tuple[tuple[str, str], ...]]]:
+        """The exported variables that are known, and what is assumed in the values of all that are exported."""
+        known = {name: value for name in self.exported if (value := self.values.get(name)) is not None}
+        return known, {name: self.assumed(_Uses({name})) for name in self.exported}
+
     def assumed(self, uses: _Uses) -> tuple[tuple[str, str], ...]:
         """Everything that is assumed where these variables are read, also in the values of those that are set."""
         found, seen, left = dict(uses.assumed), set[str](), list(uses.set_)
@@ -210,10 +218,10 @@ class _Shell:
             words = self._expanded(raw)
             if not words:
                 continue
-            here = {name: value for name in self.exported if (value := self.values.get(name)) is not None}
-            here |= {one[1]: one[3] for word in words if (one := _ASSIGNED.fullmatch(word.text))}
-            outer = {name: self.assumed(_Uses({name})) for name in self.exported}
-            yield Command(words=words, before=before, folder=folder, exported=here, assumed=outer)
+            own = {one[1]: one[3] for word in words if (one := _ASSIGNED.fullmatch(word.text))}
+            here, outer = self.given
+            both = ChainMap(own, here) if own else here  # thousands of commands share what is exported
+            yield Command(words=words, before=before, folder=folder, exported=both, assumed=outer)
             yield from self._inside(words, before, folder)
             folder = _gone(folder, [word.text for word in words])
 

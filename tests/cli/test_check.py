@@ -546,3 +546,50 @@ def test_a_batch_that_several_files_make_names_the_place_of_its_ranks(
     batches = [one for one in found if one["rule"] == "deepspeed.batch"]
     assert {one["file"] for one in batches} == {"ds.json"}
     assert any(f"ranks by {said}." in one["what"] for one in batches), batches
+
+
+def test_a_type_that_accelerate_does_not_know_is_all_that_is_told_of_it(folder: Path) -> None:
+    """What NO would do with the rest follows from the typo alone."""
+    Path("acc.yaml").write_text("distributed_type: MULTIGPU\nmixed_precision: bf16\nnum_processes: 8\n")
+    Path("f.yaml").write_text("distributed_type: FSPD\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n")
+    Path("x.yaml").write_text("distributed_type: SHARDS\nnum_processes: 8\nfsdp_config: {fsdp_version: 2}\n")
+    for name in ("acc.yaml", "f.yaml", "x.yaml"):
+        found = json.loads(run("check", name, "--json").stdout)["findings"]
+        assert [(one["rule"], one["line"]) for one in found] == [("import.wrong-value", 1)], name
+
+
+def test_a_json_with_a_number_of_thousands_of_digits_is_told_in_a_folder_too(folder: Path) -> None:
+    Path("here").mkdir()
+    Path("here/ds.json").write_text('{"zero_optimization": {"stage": 2}, "train_batch_size": ' + "9" * 5000 + "}")
+    found = json.loads(run("check", "here", "--json").stdout)["findings"]
+    assert [(one["file"], one["rule"], one["column"]) for one in found] == [("here/ds.json", "codec.wrong-value", 37)]
+
+
+_MISSPELT = "distributed_type: MULTI_GPU\nmixed_precison: bf16\nnum_processes: 8\n"
+
+
+def test_a_patch_has_each_file_once_and_none_that_may_not_be_written(folder: Path) -> None:
+    Path("here").mkdir()
+    Path("here/b.yaml").write_text(_MISSPELT)
+    Path("here/a.yaml").symlink_to("b.yaml")
+    Path("here/c.yaml").write_text(_MISSPELT)
+    Path("here/c.yaml").chmod(0o444)
+    done = run("check", "here", "--diff")
+    assert done.exit_code == 1
+    assert [line for line in done.stdout.splitlines() if line.startswith("+++")] == ["+++ b/here/b.yaml"]
+    assert "here/c.yaml may not be written, and is left as it is: mixed_precison" in done.stderr
+    assert run("check", "here/a.yaml", "--diff").stdout == run("check", "here/b.yaml", "--diff").stdout
+    assert run("check", "here/c.yaml", "--diff").exit_code == 0
+    run("check", "here", "--fix")
+    assert Path("here/b.yaml").read_text() == _MISSPELT.replace("precison", "precision")
+    assert (Path("here/a.yaml").is_symlink(), Path("here/c.yaml").read_text()) == (True, _MISSPELT)
+
+
+def test_a_line_end_in_the_name_of_a_file_breaks_no_line(folder: Path) -> None:
+    Path("here").mkdir()
+    Path("here/a\nb.yaml").write_text(_MISSPELT)
+    for words in (("check", "here"), ("gate", "here"), ("check", "here", "--diff"), ("check", "here", "--fix")):
+        done = run(*words)
+        lines = f"{done.stdout}{done.stderr}".splitlines()
+        assert not [line for line in lines if line.startswith("b.yaml")], words
+        assert [line for line in lines if "a\\nb.yaml" in line], words

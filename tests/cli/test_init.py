@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from prepkit.codec import load_plan
 from prepkit.config import DDP, FSDP2, Config, OffloadToCPU, Single
 from prepkit.formats.importers.native import read_config
 from tests.support.command_line import run
@@ -50,6 +51,23 @@ def test_what_is_written_is_found_fine_by_the_command_that_is_printed(folder: Pa
     assert (done.exit_code, "error " in done.stderr) == (0, False), done.stderr
     assert run("check", "prepkit.toml").exit_code == 0
     assert made.stdout.strip() in (folder / "prepkit.toml").read_text()
+
+
+def test_what_the_comment_says_of_the_parameters_is_what_a_plan_holds(folder: Path) -> None:
+    stored = LLAMA | {"torch_dtype": "bfloat16"}
+    (folder / "model" / "config.json").write_text(json.dumps(stored))
+    cluster = ("--model", "model", "--world-size", "8", "--per-node", "8", "--device", "cuda", "--memory", "512GiB")
+    run("init", "--model", "model", "--gpus", "8", "--memory", "512GiB")
+    text = (folder / "prepkit.toml").read_text()
+    other = re.search(r"as they are stored: (\{.*\})\.", text)
+    assert other is not None
+    assert "trained parameters, and the optimizer's state with them, are held in float32" in text
+    (folder / "stored.toml").write_text(text.replace('precision = "BF16"', f"precision = {other[1]}"))
+    held = {}
+    for name in ("prepkit", "stored"):
+        assert run("plan", f"{name}.toml", *cluster, "-o", f"{name}.json").exit_code == 0
+        held[name] = {str(one.dtype) for one in load_plan(f"{name}.json").layout}
+    assert held == {"prepkit": {"float32"}, "stored": {"bfloat16"}}
 
 
 def test_a_copy_stays_on_a_node_where_there_are_several(folder: Path) -> None:

@@ -6,12 +6,14 @@ import argparse
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prepkit.formats.launcher_options import LAUNCHERS
+from prepkit.formats.launches import read_script
 from tests.support.command_line import run, workplace
 
 YAML = """compute_environment: LOCAL_MACHINE
@@ -412,6 +414,18 @@ def test_a_misspelt_option_of_a_launcher_is_named(line: str, column: int, fix: s
     data = json.loads(run("check", "run.sh", "--json").stdout)
     found = [(one["rule"], one["line"], one["column"], one["fix"]) for one in data["findings"]]
     assert found == ([("launch.unknown-option", 1, column, fix)] if fix else [])
+
+
+def test_thousands_of_lines_that_export_cost_as_much_as_others(folder: Path) -> None:
+    """What is exported is gone through once, and not with each command."""
+    lines = [f'echo {at} "$FOO" && export A{at % 500}=b{at}' for at in range(5_000)]
+    Path("run.sh").write_text(
+        "\n".join(("#!/bin/bash", *lines, "OMP_NUM_THREADS=2 torchrun --nproc_per_node 4 t.py\n"))
+    )
+    began = time.process_time()
+    (launch,) = read_script("run.sh").launches
+    assert time.process_time() - began < 3
+    assert launch.environment["OMP_NUM_THREADS"] == "2"
 
 
 @pytest.mark.parametrize(

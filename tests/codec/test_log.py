@@ -89,6 +89,17 @@ def test_every_way_to_tear_it_is_found_at_its_line(file: Path) -> None:
                 assert file.read_bytes() == before
 
 
+def test_a_line_that_is_no_json_is_told_by_its_own_number_alone(file: Path) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:3], lines[3][:50] + b"\n", lines[4]]))
+    with pytest.raises(PlanRejected) as refused:
+        list(read(file))
+    (found,) = refused.value.findings
+    assert found.where.endswith(":4")
+    assert found.what.startswith("not JSON at column ")
+    assert "line" not in found.what
+
+
 def test_a_line_that_was_sealed_anew_breaks_the_next_one(file: Path) -> None:
     lines = file.read_text().splitlines()
     data = json.loads(lines[2])

@@ -69,7 +69,7 @@ def bend(data: Any, draw: random.Random) -> Any:
             case 1:
                 return {(f"{name}_" if name == key else name): value for name, value in data.items()}
             case 2:
-                return data | {draw.choice(("kind", "name", "more", "a.b")): draw.choice(BENT)}
+                return data | {draw.choice(("kind", "name", "more", "a.b", "_comment")): draw.choice(BENT)}
             case _:
                 return data | {key: bend(data[key], draw)}
     if isinstance(data, list) and data and draw.random() < 0.7:

@@ -36,6 +36,7 @@ from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import (
     deepspeed,
     fsdp,
+    meant_type,
     say_of_other_types,
     say_places,
     weights,
@@ -134,7 +135,7 @@ def understand(file: Foreign, path: str) -> Imported:
     if not file.has("distributed_type"):
         fix = f"Write one of {', '.join(TYPES)}."
         file.error("wrong-value", "distributed_type", "accelerate needs it in every config file", fix)
-    kind = file.word("distributed_type", TYPES, "engine") or "NO"
+    kind = file.word("distributed_type", TYPES, "engine") or meant_type(file, TYPES, _ELSEWHERE)
     say_places(file)
     file.launching(*LAUNCHING)
     for section, readers in _ELSEWHERE.items():

@@ -6,7 +6,7 @@ to (behaviour DP-1 to DP-12).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -31,6 +31,7 @@ from prepkit.config import (
 )
 from prepkit.config.engines import Sharding
 from prepkit.findings.keywords import meant_key
+from prepkit.findings.text import near
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, keys_of
@@ -60,6 +61,14 @@ def fsdp(file: Foreign, precision: Precision) -> FSDP1 | FSDP2:
     if version == 2:
         return _second(file)
     return evolve(_first(file), buffer_dtype=None if precision is None else precision.reduce_dtype)
+
+
+def meant_type(file: Foreign, types: Sequence[str], sections: Mapping[str, Sequence[str]]) -> str:
+    """The type that a file means whose ``distributed_type`` is none: what NO would do is not wrong with it as well."""
+    if (given := file.data.get("distributed_type")) is None and file.has("distributed_type"):
+        return "NO"
+    told = (readers[0] for section, readers in sections.items() if file.data.get(section))
+    return next(iter(near(str(given).upper(), types, 1)), next(told, "MULTI_GPU"))
 
 
 def _sharding(file: Foreign) -> Sharding:

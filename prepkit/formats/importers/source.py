@@ -19,8 +19,8 @@ from ruamel.yaml.composer import Composer
 from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
 from ruamel.yaml.events import CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 
-from prepkit.codec import LARGEST
 from prepkit.codec import text as codec_json
 from prepkit.codec.languages import Language
 from prepkit.codec.text import read_bytes
@@ -29,8 +29,11 @@ from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected
 from prepkit.rules import found
 
-VALUES = 100_000
-"""Values of the largest config, with every alias written out."""
+LARGEST = 2**20
+"""Bytes of the largest config: a reader in Python takes seconds for each million."""
+
+VALUES = 20_000
+"""Values of the largest config in YAML, with every alias written out."""
 
 MOST = 100
 """Findings of one file: a hostile one has no say over how many there are."""
@@ -42,6 +45,7 @@ DOTS = 500
 """Dots in one line of TOML: a key of thousands of parts takes the reader a time that grows with their square."""
 
 _MEND = "mend the file at that place"
+_ANOTHER = "give the path of a config file"
 _LEAST = "write at least the engine: Single, DDP, FSDP1, FSDP2, TensorParallel, XLA or DeepSpeed"
 
 
@@ -88,13 +92,13 @@ def read(path: str, suffix: str | None = None) -> Source:
     try:
         raw = read_bytes(path, LARGEST + 1)
         if len(raw) > LARGEST:
-            _refuse("unreadable", path, f"the file has more than {LARGEST:,} bytes", "give the path of a config file")
+            _refuse("unreadable", path, f"the file has more than {LARGEST:,} bytes", _ANOTHER)
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         _refuse("damaged", path, f"byte {error.start} is not UTF-8: {error.reason}", "save the file as UTF-8")
     except (OSError, ValueError) as error:
         what = f"the file cannot be read: {getattr(error, 'strerror', None) or error}"
-        _refuse("unreadable", path, what, "give the path of a config file")
+        _refuse("unreadable", path, what, _ANOTHER)
     if not text.strip():
         _refuse("empty", path, "the file is empty", _LEAST)
     return Source(path, text, suffix)
@@ -134,41 +138,70 @@ def _yaml(text: str, where: str) -> object:
             _refuse("empty", where, "the file holds comments only", _LEAST)
         if flaws := tuple(islice(_flaws(node, where, {}), MOST + 1)):
             raise PlanRejected(_told(flaws, where))
-        if _values(node, {}) > VALUES:
-            what = f"with every alias written out it has more than {VALUES:,} values"
-            _refuse("too-large", where, what, "write it out without the aliases")
+        known: dict[int, int] = {}
+        if _values(node, known) > VALUES:
+            many, aliased = f"it has more than {VALUES:,} values", len(known) <= VALUES
+            what = f"with every alias written out {many}" if aliased else many
+            _refuse("too-large", where, what, "write it out without the aliases" if aliased else _ANOTHER)
         # merging with << writes into the nodes, which are kept
         return YAML(typ="safe", pure=True).constructor.construct_document(deepcopy(node) if "<<" in text else node)
     except YAMLError as error:
+        if isinstance(error, ReaderError):
+            above = text[: error.position]
+            line, column = above.count("\n") + 1, error.position - above.rfind("\n")
+            what = f"not YAML at line {line}, column {column}: the character U+{error.character:04X} is not allowed"
+            _refuse("damaged", where, what, _MEND)
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = " ".join(str(getattr(error, part, None) or "") for part in ("context", "problem")).strip()
         _refuse("damaged", where, f"not YAML{place}: {problem or str(error).splitlines()[0]}", _MEND)
+    except _TooManyError as error:
+        _refuse("too-large", where, str(error), _ANOTHER)
     except (ValueError, LookupError, TypeError, OverflowError) as error:  # as a tag asks for: ``!!bool maybe``
         _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
     except RecursionError:
         _refuse_depth(where)
 
 
-@lru_cache(maxsize=4)
 def composed(text: str) -> Node | None:
     """The nodes of a YAML text; None where it holds comments only. An anchor may be given anew, as YAML 1.2 has it.
 
-    Kept, as a file is composed for its values and for its places, and that is what reading it takes. Raises
-    ``RecursionError`` above ``DEEPEST``, before ruamel.yaml spends time that grows with the square of the depth.
+    Raises ``RecursionError`` above ``DEEPEST``, before ruamel.yaml spends time that grows with the square of the depth,
+    and a ``ValueError`` above ``VALUES``, before it spends seconds.
     """
+    node = _composed(text)
+    if isinstance(node, Exception):
+        raise node.with_traceback(None)
+    return node
+
+
+@lru_cache(maxsize=4)
+def _composed(text: str) -> Node | Exception | None:
+    """Kept, also what it fails with, as a file is composed for its values and for its places: that is what it takes."""
     reader = YAML(typ="safe", pure=True)
     reader.Composer = _Composer
-    with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
-        node: Node | None = reader.compose(text)
+    try:
+        with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
+            node: Node | None = reader.compose(text)
+    except (YAMLError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        return error
     return node
+
+
+class _TooManyError(ValueError):
+    """More values than any config has."""
 
 
 class _Composer(Composer):
     inside = 0
     """Collections that the next node is in."""
+    nodes = 0
+    """Keys and values that were made."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        if self.nodes > 2 * VALUES:
+            raise _TooManyError(f"it has more than {VALUES:,} values")
         collection = self.parser.check_event(CollectionStartEvent)
         self.inside += collection
         if self.inside > DEEPEST:

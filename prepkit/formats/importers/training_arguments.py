@@ -29,6 +29,7 @@ from prepkit.config import (
     OffloadToCPU,
     Precision,
 )
+from prepkit.findings import Finding
 from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
@@ -288,8 +289,7 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     file.covered("fsdp_config")
     inner.raw(f"{_HERE}cpu_offload")  # which is read by its other name
     inner.say_unknown()
-    above = "" if inner.sources else "fsdp_config."
-    inner.findings = [evolve(one, fix=one.fix.replace(_HERE, above)) for one in inner.findings]
+    inner.findings = [_as_typed(one, "" if inner.sources else "fsdp_config.") for one in inner.findings]
     file.origins += [origin for origin in inner.origins if origin.key in typed.values()]  # the others are defaults
     file.not_preparation += inner.not_preparation
     file.findings += inner.findings
@@ -297,6 +297,12 @@ def sharded(file: Foreign, config: Config, asked: Any, path: Path) -> Config:
     if sent:
         config = evolve(config, weights=BroadcastWeights())
     return evolve(config, checkpointing=CheckpointBlocks(offload=offloaded)) if checkpointed else config
+
+
+def _as_typed(finding: Finding, above: str) -> Finding:
+    """The finding with keys in its fix as the file has them: with ``fsdp_`` before them, or without."""
+    before = "fsdp_" if finding.where.rpartition(" ")[2].rpartition(".")[2].startswith("fsdp_") else ""
+    return evolve(finding, fix=finding.fix.replace(_HERE, f"{above}{before}"))
 
 
 def _as_accelerates(file: Foreign, asked: Any, path: Path) -> Foreign:

@@ -5,6 +5,7 @@ From the fields of its own config (deepspeed/runtime/zero/config.py, offload_con
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from prepkit.config import FP8, MSAMP
@@ -27,6 +28,12 @@ _OLD = {
 _MSAMP = {"enabled": "bool", "opt_level": "text", "use_te": "bool"}
 """Keys of the section that MS-AMP adds (msamp/deepspeed/runtime/config.py)."""
 _BATCH_SIZES = ("train_micro_batch_size_per_gpu", "train_batch_size")
+PARSED = (
+    *("zero_optimization", "bf16", "bfloat16", "fp16", "compile", "hybrid_engine", "tensor_parallel", "timers"),
+    *("comms_logger", "comet", "csv_monitor", "tensorboard", "wandb"),
+)
+"""Sections in which DeepSpeed reads text as the switch or number that it says (pydantic models); others keep it."""
+_SWITCHES = frozenset(["true", "false", "yes", "no", "on", "off", "t", "f", "y", "n", "1", "0"])
 _OWN_AUTO = ("data_types.keep_in_fp32_modules", "pipeline.stages")
 """Places where ``auto`` is a value of DeepSpeed's own."""
 
@@ -107,12 +114,26 @@ def _typed(draft: Draft, path: str, value: Any, kinds: str) -> None:
         return
     shown = " or ".join(_NAMES.get(kind, "a section") for kind in allowed)
     fix = f"Write {shown}{_retyped(value, allowed)}."
-    draft.flaw("wrong-type", f"`{path}` is {value!r:.60}, where DeepSpeed expects {shown}.", fix)
+    what = f"`{path}` is {value!r:.60}, where DeepSpeed expects {shown}."
+    section, _, inside = path.partition(".")
+    if isinstance(value, str) and section in PARSED and inside and _parsed(value, allowed):
+        what = (
+            f"`{path}` is {value!r:.60}, text where {shown} belongs: DeepSpeed itself reads it as that; transformers "
+        )
+        what += "and accelerate, where they look at it, do not."
+    draft.flaw("wrong-type", what, fix)
     number = number_in(value)
     if path == "zero_optimization.stage" and number is not None and number.is_integer():
         put(draft.data, path, int(number))  # so that no rule speaks of a stage that nobody has asked for
     else:
         drop(draft.data, path)
+
+
+def _parsed(text: str, allowed: list[str]) -> bool:
+    """Whether DeepSpeed's own models of a section take the text (pydantic 2, not strict)."""
+    whole = "int" in allowed and re.fullmatch(r"[+-]?\d{1,18}", text) is not None
+    number = "float" in allowed and number_in(text) is not None
+    return whole or number or ("bool" in allowed and text.lower() in _SWITCHES)
 
 
 def _fits(value: Any, allowed: list[str]) -> bool:

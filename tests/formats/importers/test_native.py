@@ -32,6 +32,7 @@ from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import IMPORTERS, import_config
 from prepkit.formats.importers.native import read_config
 from prepkit.formats.importers.source import DEEPEST, READERS, composed, read
+from prepkit.formats.places import place_of
 from prepkit.resolve.engines import ENGINES
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "configs"
@@ -303,6 +304,31 @@ def test_aliases_of_aliases_are_looked_at_once(tmp_path: Path) -> None:
     levels = [f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 60)]
     text = "\n".join(["a0: &a0 [x, x]", *levels])  # 2^60 items, written out
     assert {one.rule for one in refused(write(tmp_path, "c.yaml", text))} == {"config.too-large"}
+
+
+def test_a_file_of_many_values_is_told_of_aliases_only_where_it_has_them(tmp_path: Path) -> None:
+    plain = "".join(f"k{i}: v\n" for i in range(60_000))
+    listed = f"a: [{', '.join('1' for _ in range(30_000))}]\n"
+    shared = f"a: &a [{', '.join('1' for _ in range(1_000))}]\nb: [{', '.join('*a' for _ in range(100))}]\n"
+    for text, what in ((plain, "it has"), (listed, "it has"), (shared, "with every alias written out it has")):
+        (found,) = refused(write(tmp_path, "c.yaml", text))
+        assert (found.rule, found.what) == ("config.too-large", f"{what} more than 20,000 values")
+        assert ("alias" in found.fix) is ("alias" in what)
+
+
+@pytest.mark.parametrize("name", ["c.yaml", "c.json", "c.toml"])
+def test_a_file_that_is_too_large_is_refused_before_it_is_parsed(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path, name, "[" + "1, " * 700_000 + "1]")
+    began = time.process_time()
+    (found,) = refused(path)
+    assert (found.rule, found.what) == ("config.unreadable", "the file has more than 1,048,576 bytes")
+    assert time.process_time() - began < 0.5
+
+
+def test_a_control_character_is_told_at_its_line_and_column(tmp_path: Path) -> None:
+    (found,) = refused(write(tmp_path, "c.yaml", "engine: DDP\n\nab: x\x07y\n"))
+    assert found.what == "not YAML at line 3, column 6: the character U+0007 is not allowed"
+    assert str(place_of(found, "c.yaml", "x", ".yaml")) == "c.yaml:3:6"
 
 
 HOSTILE: dict[str, tuple[str, str, str]] = {

@@ -53,7 +53,7 @@ MISSPELT = [
     (
         "transformers",
         {"fsdp": True, "fsdp_config": {"versoin": 2}},
-        "Write 'fsdp_config.fsdp_version', or remove it.",
+        "Write 'fsdp_config.version', or remove it.",
     ),
     ("axolotl", {"adam_eps": 1e-8}, "Write 'adam_epsilon', or remove it."),
     ("axolotl", {"sample_packin": True}, "Write 'sample_packing', or remove it."),

@@ -185,6 +185,21 @@ def test_a_value_of_another_type_is_told_with_the_type_that_is_expected(
 
 
 @pytest.mark.parametrize(
+    ("said", "fix"),
+    [
+        ({"zero_optimization": {"stage": "2"}}, "Write a whole number without quotes: 2."),
+        ({"bf16": {"enabled": "true"}}, "Write true or false without quotes: true."),
+        ({"fp16": {"loss_scale": "0.5"}}, "Write a number without quotes: 0.5."),
+    ],
+    ids=str,
+)
+def test_text_that_deepspeed_alone_would_read_is_told_as_that(said: dict[str, Any], fix: str) -> None:
+    (flaw,) = worked(said).flaws
+    assert "DeepSpeed itself reads it as that; transformers and accelerate, where they look at it, do not." in flaw.what
+    assert flaw.fix == fix
+
+
+@pytest.mark.parametrize(
     ("path", "fine", "wrong"),
     [
         ("communication_data_type", "FP32", "int8"),
