@@ -310,7 +310,7 @@ def _not_here(where: str, named: str) -> Finding:
     return rules.found(MISSING, where, what, f"Check it where it is: prepkit check {named}")
 
 
-_SCRIPT_RULES = 7
+_SCRIPT_RULES = 8
 
 
 def _plan(one: Found) -> Checked:
