@@ -35,6 +35,7 @@ INNER = {
     "NeedsValues": "documented as RuntimeError",
     "NoAnswer": "the cause of a RankFailed or an ApplyHalted",
     "NotJsonError": "becomes a finding",
+    "TooManyValues": "becomes a finding",
     "NotPlain": "becomes a finding",
     "NotKnown": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",

@@ -45,7 +45,7 @@ from prepkit.proving.loss_graph import given_to, lowest_dtype, seed_of, weights_
 from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.steppers import (
     Clipping,
-    Held,
+    HeldState,
     clip_of,
     engine_of,
     holds,
@@ -108,7 +108,7 @@ class Recorder:
     _dtype: torch.dtype = field(default=torch.float64, init=False)
     _parts: dict[str, Part] = field(factory=dict, init=False)
     _tensors: dict[str, Tensor] = field(factory=dict, init=False)
-    _held: Held = field(factory=Held, init=False)
+    _held: HeldState = field(factory=HeldState, init=False)
     _shapes: dict[str, tuple[int, ...]] = field(factory=dict, init=False)
     _told: int | None = field(default=None, init=False)
     """The accumulation that a Trainer was told."""

@@ -120,7 +120,7 @@ def places(known: Mapping[str, Part], optimizer: Any) -> dict[str, tuple[int, An
 
 
 @define(eq=False)
-class Held:
+class HeldState:
     """What optimizers have stepped of a model in one window."""
 
     optimizers: list[Any] = field(factory=list)

@@ -155,7 +155,7 @@ def _yaml(text: str, where: str) -> object:
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = " ".join(str(getattr(error, part, None) or "") for part in ("context", "problem")).strip()
         _refuse("damaged", where, f"not YAML{place}: {problem or str(error).splitlines()[0]}", _MEND)
-    except _TooManyError as error:
+    except TooManyValues as error:
         _refuse("too-large", where, str(error), _ANOTHER)
     except (ValueError, LookupError, TypeError, OverflowError) as error:  # as a tag asks for: ``!!bool maybe``
         _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
@@ -188,7 +188,7 @@ def _composed(text: str) -> Node | Exception | None:
     return node
 
 
-class _TooManyError(ValueError):
+class TooManyValues(ValueError):
     """More values than any config has."""
 
 
@@ -201,7 +201,7 @@ class _Composer(Composer):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
         if self.nodes > 2 * VALUES:
-            raise _TooManyError(f"it has more than {VALUES:,} values")
+            raise TooManyValues(f"it has more than {VALUES:,} values")
         collection = self.parser.check_event(CollectionStartEvent)
         self.inside += collection
         if self.inside > DEEPEST:

@@ -144,6 +144,8 @@ def test_what_deepspeed_accepts_is_refused_for_reasons_that_are_ours_to_give() -
         "deepspeed.offload",  # likewise
         "deepspeed.precision",  # torch_autocast, beside a precision of prepkit's
         "deepspeed.unknown-key",  # ignored without a word
+        "deepspeed.sequence-parallel",  # which DeepSpeed does where its caller makes the groups
+        "deepspeed.tensor-parallel",  # likewise: so many ranks share a sequence, and these are too few
         "deepspeed.removed-type",  # accepted as a config, refused by the engine
     }, reasons
 
