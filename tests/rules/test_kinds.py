@@ -21,7 +21,7 @@ WARNINGS = _ids(
         "ties": "undeclared",
         "tensor": "not-read",
         "units": "packed-whole ignored-dtype experts experts-on-old-torch",
-        "scheduler": "never-ends",
+        "scheduler": "never-ends undivided",
         "optimizer": "pattern none misses-parameters frozen-parameters",
         "params": "hooks-local",
         "precision": "casts-nothing reduce-dtype-ignored steps-in-16-bit no-master-weights",

@@ -173,8 +173,8 @@ def _not_read(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loaders", what, "Write `for batch in ready.loaders[0]:`, or give build_plan no loaders.")
     if loop.divides == "given" and loop.apart >= APART:
         what = (
-            f"{loop.apart} steps were taken since the last pass over ready.loaders was over: where they read a DataLoader "
-            f"that build_plan was not given, each of {loop.readers} ranks trains on all of its samples."
+            f"{loop.apart} steps were taken since the last pass over ready.loaders was over: where they read a "
+            f"DataLoader that build_plan was not given, each of {loop.readers} ranks trains on all of its samples."
         )
         fix = "Give it to build_plan(..., loaders=[...]) too; nothing, where what is trained on differs over the ranks."
         yield Hit("loaders", what, fix)
