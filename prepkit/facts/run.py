@@ -277,6 +277,8 @@ class LoopFacts:
     """Loaders that were prepared."""
     read: bool = True
     """Whether a batch of one of them was read."""
+    apart: int = 0
+    """Steps since a batch of one of them was read or in use, this one among them, where there was one in use before."""
     divides: Literal["", "given", "nobody"] = ""
     """What divides the samples over the ranks: the loaders that were given, or nobody where none was given; empty:
     there is nothing to divide, or the config says that it is done."""

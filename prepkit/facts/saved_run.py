@@ -153,3 +153,5 @@ class ResumeFacts:
     """Counts of steps that differ over parameters, and that DeepSpeed keeps one of."""
     replaced: tuple[str, ...] = ()
     """Settings of optimizer and scheduler that the checkpoint's have replaced, with both values."""
+    other_data: tuple[str, ...] = ()
+    """Loaders whose pass goes on over another number of samples than it began with, with both numbers."""

@@ -180,7 +180,7 @@ def spans(ranks: tuple[int, ...]) -> str:
 
 def count(number: int, noun: str) -> str:
     """``1 unit``, ``1,024 ranks``, ``4 micro-batches``."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s"
     return f"{number:,} {noun}{ending}"
 
 

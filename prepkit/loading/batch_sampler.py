@@ -12,9 +12,37 @@ from typing import Any
 
 from attrs import define, field
 from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data.distributed import DistributedSampler
 
+from prepkit.court import refused
+from prepkit.findings.text import count as count_of
 from prepkit.loading.draws import Drawing, RandomState, drawn, set_epoch, with_own_generators
 from prepkit.loading.rounds import Share, Tail, length, rounds
+
+
+@define(eq=False)
+class SeededOrder:
+    """The indices of a data set, as torch's ``DistributedSampler`` of one part draws them from seed and epoch.
+
+    That one reads the length of its data when it is made, and a data set may have another in each pass.
+    """
+
+    data: Any
+    shuffle: bool
+    seed: int
+    epoch: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        sampler: DistributedSampler[Any] = DistributedSampler(self.data, 1, 0, shuffle=self.shuffle, seed=self.seed)
+        sampler.set_epoch(self.epoch)
+        return iter(sampler)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass has this number."""
+        self.epoch = epoch
 
 
 @define(eq=False)
@@ -28,7 +56,7 @@ class RankBatches:
     order: Any
     """Sampler of the indices of all ranks; a batch sampler of the user's own where ``size`` is None."""
     size: int | None
-    """Samples in a batch of one rank. None: ``order`` yields whole batches."""
+    """Samples in a batch of one rank, in the newest pass. None: ``order`` yields whole batches."""
     drop_last: bool
     """True if a last batch with fewer samples is left out before anything is divided."""
     parts: int = 1
@@ -38,6 +66,9 @@ class RankBatches:
     """The draws follow from it and the epoch. None: they come from the order's own generators or else the process's."""
     single: bool = False
     """True if indices are yielded one by one, and not as batches."""
+    given: Any = None
+    """The batch sampler whose ``batch_size`` was ``size`` times ``split``: what it says when a pass begins holds."""
+    split: int = 1
     epoch: int = 0
     start: int = 0
     """What all ranks together have read before in this pass: indices, or batches where these are whole."""
@@ -54,7 +85,20 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[Any]:
         self.shares, self.began = deque(), 0
+        self.renew()
         return self._yield(self.shares, self._of_part(iter(self._drawn()), self.start))
+
+    def renew(self) -> None:
+        """Takes the batch size that ``given`` has now, as torch's loader does when a pass begins.
+
+        Raises ``RunRefused`` for one that cannot be split as planned.
+        """
+        asked = getattr(self.given, "batch_size", None)
+        if asked is not None and asked != (self.size or 0) * self.split:
+            if asked < 1 or asked % self.split:
+                what = f"its batch_size is {asked} now, which cannot be split over {count_of(self.split, 'rank')}"
+                raise refused("loaders.split-batches", "loader", what)
+            self.size = asked // self.split
 
     @property
     def batch_sampler(self) -> Any:
@@ -63,6 +107,7 @@ class RankBatches:
 
     def __len__(self) -> int:
         """Number of batches of a whole pass. Raises ``TypeError`` where the order has no length."""
+        self.renew()
         count = len(self.order)
         if self.size is None:
             return length(count, 0, self.parts, self.tail, size=None)

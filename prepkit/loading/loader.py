@@ -118,6 +118,14 @@ class Loader:
         return int(batches.parts * (batches.size or getattr(batches.order, "batch_size", None) or 0))
 
     @property
+    def order_length(self) -> int:
+        """Samples of a whole pass on all ranks together, or batches where they stay whole; 0 where nobody knows."""
+        try:
+            return len(getattr(self._order, "order", ()))
+        except TypeError:  # a sampler, or a list, without a length
+            return 0
+
+    @property
     def open_epoch(self) -> int:
         """Number of the first pass that has batches left: after the last batch of one, that of the next."""
         return self.epoch + (self.present is not None and self.present.last)

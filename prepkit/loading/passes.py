@@ -29,7 +29,10 @@ class Passes:
     """Loaders with a pass under way, the innermost last."""
     read: bool = field(default=False, init=False)
     """True if any of those that are trained on was read in this process."""
-
+    apart: int = field(default=0, init=False)
+    """Steps since a batch of theirs was read or in use, in a loop that has taken some with one in use."""
+    _used: bool = field(default=False, init=False)
+    """True if a step was taken with a batch of theirs in use."""
     given_epoch: int = field(default=0, init=False)
     """The epoch that ``set_epoch`` was given last; a resume puts it back."""
 
@@ -45,6 +48,12 @@ class Passes:
         for loader in loaders:
             if isinstance(loader, Loader):
                 loader.watchers.append(self._changed)
+
+    def stepping(self) -> None:
+        """Takes note of a step that is about to be taken."""
+        inside = not all(one.evaluation for one in self.under_way)
+        self._used = self._used or inside
+        self.apart = self.apart + 1 if self._used and not inside else 0
 
     @property
     def epoch(self) -> int | None:
@@ -120,6 +129,7 @@ class Passes:
             if loader.present is None:
                 self.on_batch(PassEnded(number, loader.exhausted, loader.ends_window, at_end))
             else:
+                self.apart = 0
                 self.on_batch(BatchRead(number, loader.present.last, loader.ends_window, at_end))
 
 

@@ -75,6 +75,7 @@ class IndexedSource:
 
     def consumed(self, batches: int) -> int:
         """Return what all ranks together have read when each has read so many whole batches."""
+        self.batches.renew()
         return batches * self.batches.parts * (self.batches.size or 1)
 
     def state(self) -> Any:

@@ -62,6 +62,25 @@ def repeats(how: ShardLoaders, loader: LoaderFacts, parts: int) -> int | None:
     )
 
 
+def batches(loader: LoaderFacts) -> int | None:
+    """Batches of a pass as the loader was given, which is its ``len``; None where nobody knows."""
+    if loader.custom_batches:
+        return loader.batches
+    if loader.length is None or not loader.batch_size or loader.iterable or loader.foreign:
+        return None
+    return loader.length // loader.batch_size if loader.drop_last else -(-loader.length // loader.batch_size)
+
+
+def rounds(how: ShardLoaders, loader: LoaderFacts, parts: int) -> int | None:
+    """Batches of a pass on each rank, for training; None where nobody knows."""
+    size, whole = batch_size(how, loader, parts), batches(loader)
+    if whole is None or size is None or loader.custom_batches:
+        full, left = divmod(whole or 0, parts)
+        return None if whole is None else full + (left > 0 and not how.drop_last)
+    full, left = divmod(loader.length or 0, size * parts)
+    return full + (not loader.drop_last and left >= (parts if how.drop_last else 1))
+
+
 # --- global batch ----------------------------------------------------------------------------------------------------
 
 

@@ -63,6 +63,10 @@ def _split_batches(resolved: Resolved) -> Iterator[Hit]:
 
 def _no_batch(resolved: Resolved) -> Iterator[Hit]:
     parts = resolved.data_parallel_size
+    for index, loader in enumerate(resolved.facts.loaders if resolved.facts.env.world_size == 1 else ()):
+        if isinstance(loaders.choice(resolved.cfg, index), ShardLoaders) and loaders.batches(loader) == 0:
+            has = f"of {count(loader.length, 'sample')} " if loader.length else ""
+            yield Hit(f"loaders[{index}]", f"It has no batch {has}now: a loop over it does nothing.", milder=True)
     for where, loader, how in _split(resolved):
         size = loaders.batch_size(how, loader, parts)
         if loader.custom_batches and loader.batches is not None:
@@ -315,6 +319,7 @@ RULES: tuple[Rule, ...] = (
         id="loaders.no-batch",
         summary="Every rank gets at least one batch of each loader.",
         check=_no_batch,
+        milder="in one process, where data may come before the first pass",
         fix="Write drop_last=False, use a smaller batch_size, or start fewer processes.",
         source=("DL-21",),
     ),

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from prepkit.config import Config
+from prepkit.config import Config, ShardLoaders
 from prepkit.facts import Facts
 from prepkit.findings import Severity
 from prepkit.findings.text import count
+from prepkit.resolve import loaders
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules.rule import Hit, Rule
 
@@ -66,6 +67,33 @@ def _never_ends(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("scheduler", f"{_told(resolved, name, made, ticks)}: it stops at {ticks / made:.0%} of its way.", fix)
 
 
+def _undivided(resolved: Resolved) -> Iterator[Hit]:
+    """Silent where loaders are divided as accelerate does, whose scripts count by the loader that they gave."""
+    cfg, scheduler = resolved.cfg, resolved.facts.scheduler
+    if scheduler is None or not scheduler.horizon or cfg.total_steps is not None or cfg.scheduler_ticks != 1:
+        return
+    choices = ((loaders.choice(cfg, index), index) for index in range(len(resolved.facts.loaders)))
+    how, index = next((one for one in choices if one[0].purpose == "training"), (None, 0))
+    if not isinstance(how, ShardLoaders) or how.whole_batches:
+        return
+    loader, made = resolved.facts.loaders[index], scheduler.horizon
+    given, parts = loaders.batches(loader), resolved.data_parallel_size
+    here, window = loaders.rounds(how, loader, parts), max(1, resolved.accumulation)
+    if not given or not here or made % given or made // given > given:  # a round number divides by many
+        return
+    steps = -(-here // window) if how.ends_window else here // window
+    if 0 < steps < given:
+        passes = made // given
+        over = [count(parts, "rank")] * (parts > 1) + [f"accumulation={window}"] * (window > 1)
+        of_loader = f"{count(passes, 'pass')} of the {given} batches of loaders[{index}]"
+        what = (
+            f"`{scheduler.name}` is made for {count(made, 'tick')}, {of_loader} as it was given. "
+            f"With {' and '.join(over)} a pass has {count(steps, 'step')}: after {passes * steps} it is not at its end."
+        )
+        fix = f"Make it for {passes * steps} ticks; or write Config(total_steps={made}), where so many steps are meant."
+        yield Hit("scheduler", what, fix)
+
+
 def _metric(resolved: Resolved) -> Iterator[Hit]:
     scheduler = resolved.facts.scheduler
     if scheduler is not None and scheduler.needs_metric and resolved.cfg.scheduler_ticks:
@@ -100,6 +128,14 @@ RULES: tuple[Rule, ...] = (
         summary="The scheduler comes to its end within the steps that are planned.",
         check=_never_ends,
         fix="Make it for as many ticks as there are steps.",
+        severity=Severity.WARNING,
+        source=("pain 15",),
+    ),
+    Rule(
+        id="scheduler.undivided",
+        summary="The scheduler is made for steps, and not for the batches of a loader before it is divided.",
+        check=_undivided,
+        fix="Make it for as many ticks as there are steps, or write Config(total_steps=...).",
         severity=Severity.WARNING,
         source=("pain 15",),
     ),

@@ -139,6 +139,7 @@ class Checkpoints:
             now=saved_facts.windows_of(run.plan),
             joined=tuple(dict.fromkeys(wanted.joined)),
             replaced=saved_facts.replaced(built, saved_facts.settings(members, run.scheduler)),
+            other_data=state.other_data(run.loaders, source.shared.get("loaders", [])),
         )
         court.ask(Moment.RESUME, after)
         batches = tuple(map(tuple, source.shared.get("batches", ())))

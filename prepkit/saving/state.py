@@ -59,7 +59,21 @@ def of_this_rank(loaders: Sequence[Any]) -> dict[str, Any]:
 
 def on_any_ranks(loaders: Sequence[Any]) -> list[Any]:
     """Positions of prepared loaders, as they hold for every rank of any number; None for loaders of the user's own."""
-    return [one.state_dict() | {"loader": None} if isinstance(one, Loader) else None for one in loaders]
+    same = {"loader": None}
+    return [
+        one.state_dict() | same | {"length": one.order_length} if isinstance(one, Loader) else None for one in loaders
+    ]
+
+
+def other_data(loaders: Sequence[Any], shared: Sequence[Any]) -> tuple[str, ...]:
+    """Return where a pass that was under way would go on over another number of samples."""
+    met = []
+    for at, (loader, saved) in enumerate(zip(loaders, shared, strict=False)):
+        if isinstance(loader, Loader) and saved and saved["consumed"]:
+            before, now = saved.get("length", 0), loader.order_length
+            if before and now and before != now:
+                met.append(f"loaders[{at}] has {now}, and had {before}")
+    return tuple(met)
 
 
 def positioned(loader: Any) -> bool:

@@ -58,8 +58,8 @@ class Looks:
     plan: Plan
     court: Court
     look: StepLook
-    beside: Callable[[], bool]
-    """Whether loaders were prepared with another model, which this one's loop may read."""
+    beside: Callable[[], int]
+    """Number of open models that loaders were prepared with, which this one's loop may read."""
     divided: bool = field(default=False, init=False)
     """Whether what the loop reads is known to be divided over the ranks."""
     _watched: Watched | None = field(default=None, init=False)
@@ -125,6 +125,7 @@ class Looks:
         ``loss`` is that of the last micro-batch. Collective in the windows that are due, which wait for the device.
         """
         self._together += 1
+        passes.stepping()
         first = not self._done
         often: tuple[Rule, ...] = ()
         if self._collective and (due(self._together) or self._waits()):
@@ -203,6 +204,7 @@ class Looks:
             own_streams=passes.streams,
             loaders=len(passes.loaders),
             read=passes.read,
+            apart=passes.apart if self.beside() < 2 else 0,
             divides="given" if given else "nobody" if nobody else "",
             readers=self.plan.world_size if given else self.plan.data_parallel_size,
         )

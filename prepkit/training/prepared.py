@@ -126,7 +126,7 @@ class Prepared:
         _OPEN[id(self)] = self
         plan, engine = self.plan, driver(self.model)
         look = StepLook(plan=plan, model=self.model, optimizers=joint_optimizer.members(self.optimizer))
-        self._looks = Looks(plan=plan, court=self._court, look=look, beside=_divides_loaders)
+        self._looks = Looks(plan=plan, court=self._court, look=look, beside=_dividing_loaders)
         loop = self.loop = Loop(
             plan=loop_plan(plan, self.model, self.optimizer, self.scaler, self.scheduler),
             model=self.model,
@@ -397,9 +397,9 @@ class Prepared:
             self._attestation = evolve(self._attestation, asked=(*self._attestation.asked, *asked))
 
 
-def _divides_loaders() -> bool:
-    """Return whether any model that is open was prepared with loaders, as one of the two of a GAN."""
-    return any(one.loaders for one in _OPEN.values())
+def _dividing_loaders() -> int:
+    """Return how many models that are open were prepared with loaders, as one of the two of a GAN, or both."""
+    return sum(bool(one.loaders) for one in _OPEN.values())
 
 
 def _asking(ready: Prepared) -> Callable[[], None]:

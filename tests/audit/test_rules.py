@@ -258,6 +258,7 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.ranks-values": later(parted=NAMES[:1]),
     "run.nan": later(course=CourseFacts(not_finite=NAMES[:1])),
     "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "fsdp1")),)),
+    "run.not-read": evolve(FINE, loop=LoopFacts(window=8, loaders=1, apart=4, divides="given", readers=2)),
     "run.maybe-averaged": evolve(
         FINE,
         params=tuple(evolve(param, averaged_by=(), ranks=1) for param in FINE.params),

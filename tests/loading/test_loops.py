@@ -389,3 +389,43 @@ def test_a_loop_over_a_loader_that_nobody_was_given_is_warned_of_once_unless_its
     assert "run.not-read at loaders: build_plan was given no loader, and 2 ranks train: " in first[0]
     assert gang2.run(unread, "divided") == [[], []]
     assert gang2.run(unread, "beside") == [[], []]  # what was prepared with another model, as a GAN's other half
+
+
+def apart(rank: int, world: int, kind: str) -> list[str]:
+    """What is warned of in a loop with steps outside of every pass over what was prepared."""
+    del rank, world
+    loader: Any = DataLoader(samples(32), batch_size=2)  # type: ignore[arg-type]  # a data set
+    cfg = Config(engine=pk.DDP(), optimizer=pk.optim.SGD())
+    ready = pk.apply(pk.build_plan(cfg, nn.Linear(4, 2), loaders=[loader]))
+    (mine,) = ready.loaders
+    kept = list(mine)
+
+    def epochs() -> Iterator[Any]:
+        if kind == "kept":  # each rank's own part, more than once
+            yield from kept * 4
+        if kind == "reused":
+            yield from (batch for batch in mine for _ in range(12))
+        if kind == "seldom":
+            for _ in range(12):
+                yield from [next(iter(mine))] * 3
+        if kind in ("rest", "another"):
+            for _ in range(3):
+                yield from mine
+                yield from kept[: 3 * (kind == "rest")]
+        if kind == "another":
+            yield from loader
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for inputs, _ in epochs():
+            ready.backward(ready.model(inputs).square().mean())
+            ready.step()
+    return [str(one.message) for one in told if "run.not-read" in str(one.message)]
+
+
+def test_steps_on_a_loader_that_was_not_prepared_are_warned_of_once_also_after_a_pass(gang2: Gang) -> None:
+    first, second = gang2.run(apart, "another")
+    assert (len(first), second) == (1, [])
+    assert "steps were taken since the last pass over ready.loaders was over" in first[0]
+    for kind in ("kept", "reused", "seldom", "rest"):
+        assert gang2.run(apart, kind) == [[], []], kind

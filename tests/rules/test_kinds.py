@@ -21,7 +21,7 @@ WARNINGS = _ids(
         "ties": "undeclared",
         "tensor": "not-read",
         "units": "packed-whole ignored-dtype experts experts-on-old-torch",
-        "scheduler": "never-ends",
+        "scheduler": "never-ends undivided",
         "optimizer": "pattern none misses-parameters frozen-parameters",
         "params": "hooks-local",
         "precision": "casts-nothing reduce-dtype-ignored steps-in-16-bit no-master-weights",
@@ -35,7 +35,7 @@ WARNINGS = _ids(
         "loaders": "last-round fewer-than-ranks out-of-order same-data",
         "weights": "tied-twice buffer-not-computed",
         "memory": "may-exceed-device",
-        "resume": "accepts-unknown latest-torn nothing-saved other-batch other-clipping other-total-steps "
+        "resume": "accepts-unknown latest-torn nothing-saved other-batch other-clipping other-data other-total-steps "
         "settings-replaced steps-joined",
         "save": "beside-another-run",
         "prove": "unproven same-draws same-samples tokens decay outputs rounded-away",

@@ -72,6 +72,24 @@ def test_every_rank_gets_a_batch(
     assert rule_ids(Config(engine=DDP(), loaders=how), tiny_facts(world=2, loader=loader)) == rules
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"length": 0}, "It has no batch now: a loop over it does nothing."),
+        ({"length": 3, "drop_last": True}, "It has no batch of 3 samples now: a loop over it does nothing."),
+        ({"length": 3}, ""),
+        ({"length": 0, "iterable": True}, ""),
+        ({"length": None}, ""),
+    ],
+)
+def test_a_loader_without_a_batch_is_warned_of_in_one_process(changes: dict[str, Any], told: str) -> None:
+    for how, said in ((ShardLoaders(), told), (KeepLoaders(), "")):
+        found = check(Config(loaders=how), tiny_facts(loader=tiny_loader(**changes)))
+        assert [(one.rule, one.severity, one.what) for one in found] == [
+            ("loaders.no-batch", Severity.WARNING, said) for _ in [0] * bool(said)
+        ]
+
+
 @pytest.mark.parametrize(("batches", "drop", "rules"), [(1, True, ["loaders.no-batch"]), (1, False, []), (2, True, [])])
 def test_every_rank_gets_one_of_the_batches_that_stay_whole(batches: int, drop: bool, rules: list[str]) -> None:
     loader = tiny_loader(custom_batches=True, batch_size=None, batches=batches)

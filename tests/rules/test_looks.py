@@ -240,7 +240,11 @@ RESUMES: dict[str, ResumeFacts] = {
     "other names": ResumeFacts(
         lacking=("model.a", "optimizer.b.exp_avg"), unknown=("model.c",), reshaped=("model.d [1], here [2]",)
     ),
-    "what changes": ResumeFacts(joined=("step of a, b differs",), replaced=("lr of group 0: 0.1 for 0.2",)),
+    "what changes": ResumeFacts(
+        joined=("step of a, b differs",),
+        replaced=("lr of group 0: 0.1 for 0.2",),
+        other_data=("loaders[0] has 9, and had 8",),
+    ),
 }
 FOLDERS: dict[str, FolderFacts] = {
     "one": FolderFacts(given=(GivenFolder(path="runs"), GivenFolder(path="runs")), folder="runs"),

@@ -10,15 +10,20 @@ import pytest
 import torch
 from attrs import evolve
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 import prepkit as pk
-from prepkit.config import Config, DeepSpeed, Schedule
+from prepkit.applying.handlers.loaders import _source
+from prepkit.config import DDP, Config, DeepSpeed, Schedule, ShardLoaders
 from prepkit.facts import Facts, MemberFact
+from prepkit.observe.loaders import loader_facts
 from prepkit.observe.optimizer import horizon, scheduler_facts
+from prepkit.resolve.loaders import batches, rounds
 from prepkit.resolve.optimizer_table import FAILS, MEASURED, OTHERWISE, RAISES, places
 from prepkit.rules import check
 from prepkit.rules.optimizer import SHAPED
-from prepkit.testing.tiny import tiny_facts
+from prepkit.steps import ShardLoader
+from prepkit.testing.tiny import tiny_facts, tiny_loader
 from tests.support.rule_findings import finding_of, rule_ids
 
 PLACES: dict[str, Config] = {
@@ -143,6 +148,39 @@ def test_a_scheduler_is_refused_when_it_runs_out_and_warned_of_when_it_never_end
         facts = evolve(tiny_facts(), scheduler=seen)
         found = check(Config(total_steps=steps, scheduler_ticks=per), facts)
         assert [finding.rule for finding in found] == rules, (ticks, steps, per)
+
+
+def test_a_scheduler_made_for_the_batches_of_a_loader_that_is_then_divided_is_warned_of() -> None:
+    optimizer = _optimizer()
+    accelerates = ShardLoaders(whole_batches=True)
+    for ticks, world, of_loader, config, told in (
+        (16, 2, {}, {}, "2 passes of the 8 batches of loaders[0] as it was given. With 2 ranks a pass has 4 steps"),
+        (16, 1, {}, {"accumulation": 4}, "With accumulation=4 a pass has 2 steps: after 4 it is not at its end."),
+        (14, 2, {"length": 26}, {"accumulation": 2}, "With 2 ranks and accumulation=2 a pass has 2 steps"),
+        (16, 1, {}, {}, ""),
+        (12, 2, {}, {}, ""),  # three passes of 4 steps
+        (800, 2, {}, {}, ""),  # a round number
+        (16, 2, {}, {"total_steps": 16}, ""),
+        (16, 2, {}, {"scheduler_ticks": 2}, ""),
+        (16, 2, {}, {"scheduler_ticks": 0}, ""),
+        (16, 2, {}, {"loaders": accelerates}, ""),
+        (16, 2, {}, {"loaders": ShardLoaders(split_batches=True)}, ""),
+        (16, 2, {"iterable": True}, {}, ""),
+    ):
+        seen = scheduler_facts(lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=ticks), optimizer)
+        loader = tiny_loader(**({"length": 32, "batch_size": 4} | of_loader))
+        facts = evolve(tiny_facts(world=world, loader=loader), scheduler=seen)
+        found = [one for one in check(Config(engine=DDP(), **config), facts) if one.rule == "scheduler.undivided"]
+        assert [told in one.what for one in found] == [True] * bool(told), (ticks, world, of_loader, config)
+
+
+def test_the_batches_of_a_rank_that_rules_count_are_those_that_it_reads() -> None:
+    for length, drops, last, parts, size in product((3, 8, 13), (False, True), (False, True), (1, 2, 3), (1, 4)):
+        given = DataLoader(list(range(length)), batch_size=size, drop_last=last)
+        facts = loader_facts(given)
+        step = ShardLoader(index=0, shuffle=False, seed=3, drop_last=drops)
+        here = _source(step, given, parts, 0, None).length()
+        assert (rounds(ShardLoaders(drop_last=drops), facts, parts), batches(facts)) == (here, len(given))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import prepkit as pk
 from prepkit.findings import FindingWarning
@@ -64,6 +65,25 @@ def test_a_run_with_another_number_of_steps_hears_which_schedule_counts(tmp_path
     (told,) = heard(lambda: prepared(total_steps=20).resume(str(tmp_path)))
     assert "the run takes 20 steps in all, and took 10: a schedule that ends with them is another" in told
     assert told.endswith("write Config(total_steps=10).")
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_that_goes_on_over_other_data_hears_so_and_one_that_begins_does_not(
+    tmp_path: Path, shuffle: bool
+) -> None:
+    def over(length: int, **options: Any) -> Any:
+        loader = DataLoader(torch.ones(length, 4), batch_size=2, shuffle=shuffle, **options)  # type: ignore[arg-type]
+        return pk.apply(pk.build_plan(pk.Config(optimizer=pk.optim.SGD()), nn.Linear(4, 4), loaders=[loader]))
+
+    first = over(8)
+    for number, batch in enumerate(first.loaders[0]):
+        first.backward(first.model(batch).sum())
+        first.step()
+        first.save(str(tmp_path / ("end" if number == 3 else "inside")))
+    assert heard(lambda: over(8).resume(str(tmp_path / "inside"))) == []
+    assert heard(lambda: over(12).resume(str(tmp_path / "end"))) == []
+    (told,) = heard(lambda: over(12).resume(str(tmp_path / "inside")))
+    assert told.startswith("warning resume.other-data at loaders: loaders[0] has 12, and had 8 samples when the pass")
 
 
 @pytest.mark.parametrize(

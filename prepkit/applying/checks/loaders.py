@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from torch.utils.data.distributed import DistributedSampler
-
 from prepkit.facts.run import Departure, each, same
+from prepkit.loading.batch_sampler import SeededOrder
 from prepkit.loading.joint_sources import DispatchedSource, ShardsSource
 from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource, StreamSource
@@ -62,7 +61,7 @@ def _order(step: ShardLoader) -> tuple[Any, ...]:
 
 
 def _order_of(order: Any, seed: int | None) -> tuple[Any, ...]:
-    if isinstance(order, DistributedSampler):
+    if isinstance(order, SeededOrder):
         return "prepkit", order.shuffle, order.seed
     return "own", None, seed
 

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from prepkit.applying.handlers import problems
 from prepkit.court import found
 from prepkit.interpreter import Handler
-from prepkit.loading.batch_sampler import RankBatches
+from prepkit.loading.batch_sampler import RankBatches, SeededOrder
 from prepkit.loading.joint_sources import BatchSource, DispatchedSource, ShardsSource
 from prepkit.loading.loader import Loader
 from prepkit.loading.rounds import Tail
@@ -99,9 +99,11 @@ def _read_here(step: ShardLoader, loader: DataLoader[Any], parts: int, part: int
     order = given.sampler
     seed = step.seed
     if step.split == "samples" and seed is not None:
-        order = DistributedSampler(loader.dataset, 1, 0, shuffle=step.shuffle, seed=seed)
+        order = SeededOrder(loader.dataset, step.shuffle, seed)
         seed = None  # its draws follow from seed and epoch by themselves
     size, drop_last = (1, False) if single else (step.batch_size or given.batch_size, given.drop_last)
+    if not single:
+        how |= {"given": loader.batch_sampler, "split": given.batch_size // size}
     batches = RankBatches(order=order, size=size, drop_last=drop_last, seed=seed, single=single, **how)
     return IndexedSource.of(loader, batches)
 
@@ -174,7 +176,7 @@ def _whole(loader: Any) -> BatchSource:
     if not plain or isinstance(loader.dataset, IterableDataset):
         return StreamSource(loader, size=getattr(loader, "batch_size", None) or 1)
     if loader.batch_size is not None:  # batches of its own making: counted in samples, as where they are divided
-        how: dict[str, Any] = {"size": loader.batch_size, "drop_last": loader.drop_last}
+        how: dict[str, Any] = {"size": loader.batch_size, "drop_last": loader.drop_last, "given": loader.batch_sampler}
         tail: Tail = "drop" if loader.drop_last else "repeat"
         return IndexedSource.of(loader, RankBatches(order=loader.sampler, tail=tail, **how))
     single = loader.batch_sampler is None and _given_batches(loader) is None

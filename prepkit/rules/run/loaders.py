@@ -171,6 +171,13 @@ def _not_read(facts: RunFacts) -> Iterator[Hit]:
             "given to build_plan, every rank trains on all samples."
         )
         yield Hit("loaders", what, "Write `for batch in ready.loaders[0]:`, or give build_plan no loaders.")
+    if loop.divides == "given" and loop.apart >= APART:
+        what = (
+            f"{loop.apart} steps were taken since the last pass over ready.loaders was over: where they read a "
+            f"DataLoader that build_plan was not given, each of {loop.readers} ranks trains on all of its samples."
+        )
+        fix = "Give it to build_plan(..., loaders=[...]) too; nothing, where what is trained on differs over the ranks."
+        yield Hit("loaders", what, fix)
     if loop.divides == "nobody" and not loop.loaders:
         what = (
             f"build_plan was given no loader, and {loop.readers} ranks train: unless the loop divides its data itself, "
@@ -179,12 +186,15 @@ def _not_read(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loaders", what)
 
 
+APART = 4
+"""Steps outside of every pass that are no prefetched batches, and no rest of a window."""
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.not-read",
         summary="The loop reads loaders that divide their samples over the ranks.",
         check=_not_read,
-        at=(Moment.FIRST_STEP,),
+        at=(Moment.FIRST_STEP, Moment.DUE),
         needs=(Need.LOOP,),
         fix=(
             "Write build_plan(..., loaders=[loader]) and `for batch in ready.loaders[0]:`, or "

@@ -288,6 +288,12 @@ def _replaced(facts: ResumeFacts) -> Iterator[Hit]:
         yield Hit("optimizer.param_groups", what)
 
 
+def _other_data(facts: ResumeFacts) -> Iterator[Hit]:
+    for text in facts.other_data:
+        what = f"{text} samples when the pass began that goes on here: one that is shuffled has another order now"
+        yield Hit("loaders", f"{what}, and reads some samples twice, or leaves some out")
+
+
 def _row(slug: str, summary: str, check: Any, fix: str, **more: Any) -> Rule:
     return Rule(
         id=slug, summary=summary, check=check, fix=fix, **{"at": (Moment.RESUME,), "overridable": False, **more}
@@ -426,6 +432,13 @@ RULES: tuple[Rule, ...] = (
         "Parameters that DeepSpeed steps as one have taken as many steps.",
         _joined,
         "Nothing is to be done where that is right: DeepSpeed keeps one count for a group.",
+        **_WARNS,
+    ),
+    _row(
+        "resume.other-data",
+        "A pass goes on over as many samples as it began with.",
+        _other_data,
+        "Nothing is to be done where the data were changed on purpose: the next pass reads each sample once.",
         **_WARNS,
     ),
     _row(

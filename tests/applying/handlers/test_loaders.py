@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data.distributed import DistributedSampler
 
 from prepkit.applying.handlers.loaders import _source
+from prepkit.findings import RunRefused
 from prepkit.loading.loader import mover
 from prepkit.objects.target import Target
 from prepkit.steps import LocalDevice, ShardLoader, WrapLoader
@@ -158,6 +159,48 @@ def test_whatever_a_loader_draws_by_is_split(loader: Any, how: dict[str, Any], p
         assert list(made) == batches  # a second pass
         read.append(batches)
     assert read == parts
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_pass_has_the_length_of_the_data_when_it_begins(world: int, shuffle: bool) -> None:
+    read: list[list[int]] = [[], [], []]
+    for rank in range(world):
+        data = DATA[:8]
+        target = target_with(DataLoader(data, batch_size=2, collate_fn=collate))
+        with fake_group(world, rank):
+            do(evolve(STEP, shuffle=shuffle), target)
+        (made,) = target.loaders
+        for at, length in enumerate((8, 4, 24)):
+            data[:] = range(length)
+            assert len(made) == length // 2 // world
+            read[at] += seen(made)
+    assert [sorted(one) for one in read] == [list(range(length)) for length in (8, 4, 24)]
+
+
+def test_a_batch_size_that_the_given_loader_gets_holds_from_the_next_pass() -> None:
+    steps = (
+        STEP,
+        evolve(STEP, split="sampler"),
+        evolve(STEP, batch_size=2),
+        WrapLoader(index=0, device=None, ends_window=True, evaluation=False),
+    )
+    for world, step in ((2, steps[0]), (2, steps[1]), (2, steps[2]), (1, steps[3])):
+        given: Any = DataLoader(list(range(16)), batch_size=4 if step is steps[2] else 2, collate_fn=collate)
+        target = target_with(given)
+        with fake_group(world, world - 1):
+            do(step, target)
+        (made,) = target.loaders
+        assert {len(batch) for batch in made} == {2}
+        given.batch_sampler.batch_size *= 2
+        assert [len(batch) for batch in made] == [4] * (4 // world)
+        assert (len(made), made.total_batch_size) == (4 // world, 4 * world)
+    target = target_with(given := DataLoader(DATA, batch_size=4))
+    with fake_group(2, 0):
+        do(steps[2], target)
+    given.batch_sampler.batch_size = 5
+    with pytest.raises(RunRefused, match="batch_size is 5 now, which cannot be split over 2 ranks"):
+        next(iter(target.loaders[0]))
 
 
 @pytest.mark.parametrize(

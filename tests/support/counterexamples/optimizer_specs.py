@@ -7,9 +7,9 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import FSDP2, SGD, AdamW, Config, DeepSpeed, Group, Muon, OptimizerSpec
+from prepkit.config import DDP, FSDP2, SGD, AdamW, Config, DeepSpeed, Group, Muon, OptimizerSpec
 from prepkit.facts import SchedulerFacts
-from prepkit.testing.tiny import tiny_facts
+from prepkit.testing.tiny import tiny_facts, tiny_loader
 from tests.support.counterexamples.build import Counterexample, optimized, ranks
 
 _SGD_TOO = (SGD(names=("layers.*",)), AdamW())
@@ -30,6 +30,13 @@ def _scheduled(name: str = "CosineAnnealingLR", **options: Any) -> Counterexampl
     return ranks(Config(scheduler_ticks=4, total_steps=1000), world=1, scheduler=scheduler)
 
 
+def _made_for(ticks: int) -> Counterexample:
+    """A schedule of so many ticks beside a loader of 8 batches, on two ranks."""
+    scheduler = SchedulerFacts(name="OneCycleLR", drives_optimizer=True, horizon=ticks)
+    seen = tiny_facts(world=2, loader=tiny_loader(length=32, batch_size=4))
+    return Config(engine=DDP()), evolve(seen, scheduler=scheduler)
+
+
 COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "optimizer.under-engine": lambda: optimized(
         Config(engine=FSDP2()), name="Adafactor", module="transformers.optimization"
@@ -39,6 +46,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "scheduler.metric": lambda: _scheduled("ReduceLROnPlateau", needs_metric=True),
     "scheduler.runs-out": lambda: _scheduled(horizon=1000),
     "scheduler.never-ends": lambda: _scheduled(horizon=16000),
+    "scheduler.undivided": lambda: _made_for(16),
     "optimizer.several": lambda: ranks(
         Config(engine=DeepSpeed(stage=2, micro_batch=1), optimizer=_SGD_TOO), world=2, optimizer=None
     ),
