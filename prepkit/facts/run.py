@@ -432,6 +432,8 @@ class RunFacts:
     """What every rank has told, in their order; empty: they were not asked."""
     parted: tuple[str, ...] = ()
     """Tensors whose values differ over ranks that should hold them alike."""
+    buffers_apart: tuple[str, ...] = ()
+    """Buffers of a checkpoint that ranks hold unlike."""
     preparation: HowPrepared | None = None
     """How it was prepared; None where nobody has looked."""
     running: tuple[tuple[RunningFacts, RunningFacts], ...] = ()
