@@ -422,6 +422,8 @@ class RunFacts:
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
     saves_shards: tuple[str, ...] = ()
     """Places in the program that call ``save_pretrained`` of the sharded model without its ``state_dict``."""
+    saves_state: tuple[str, ...] = ()
+    """Places in the program that give ``torch.save`` the ``state_dict()`` of a model of DTensors."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

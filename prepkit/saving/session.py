@@ -17,7 +17,7 @@ from prepkit.facts.run import RunFacts
 from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, SavedModule, SavedWindows
 from prepkit.findings import PlanRejected
 from prepkit.objects import joint_optimizer, names
-from prepkit.observe.prepared.around import saves_shards
+from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.plan import Plan
 from prepkit.ranks.world import world
 from prepkit.rules import by_id
@@ -64,11 +64,11 @@ class Checkpoints:
     def check(self, run: RunParts, folder: str) -> None:
         """Make the folder; raise now for what would keep ``save`` from working. Collective.
 
-        Warns of a ``save_pretrained`` in the program that will be refused.
+        Warns of a ``save_pretrained`` in the program that will be refused, and of a ``torch.save`` of shards.
         """
         path = self._folder(folder)
         writing.try_folder(path, self.snapshot(run, path))
-        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(saves_shards=saves_shards(run.model))))
+        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(**saved_in_parts(run.model))))
 
     def _folder(self, folder: str) -> str:
         """Return the folder that all ranks have given. Collective; raises ``RunRefused``."""

@@ -19,7 +19,7 @@ from prepkit.facts.run import LoopFacts, RunFacts
 from prepkit.findings import Finding
 from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects.local_part import local
-from prepkit.observe.prepared.around import saves_shards
+from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.observe.prepared.gradients import Watched
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
@@ -147,7 +147,7 @@ class Looks:
             reduced=watched is None,
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        facts = evolve(facts, saves_shards=saves_shards(self.look.model)) if first else facts
+        facts = evolve(facts, **saved_in_parts(self.look.model)) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:
