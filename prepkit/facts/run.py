@@ -424,6 +424,8 @@ class RunFacts:
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
     saves_shards: tuple[str, ...] = ()
     """Places in the program that call ``save_pretrained`` of the sharded model without its ``state_dict``."""
+    saves_state: tuple[str, ...] = ()
+    """Places in the program that give ``torch.save`` the ``state_dict()`` of a model of DTensors."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1
@@ -434,6 +436,8 @@ class RunFacts:
     """What every rank has told, in their order; empty: they were not asked."""
     parted: tuple[str, ...] = ()
     """Tensors whose values differ over ranks that should hold them alike."""
+    buffers_apart: tuple[str, ...] = ()
+    """Buffers of a checkpoint that ranks hold unlike."""
     preparation: HowPrepared | None = None
     """How it was prepared; None where nobody has looked."""
     running: tuple[tuple[RunningFacts, RunningFacts], ...] = ()

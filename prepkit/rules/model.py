@@ -13,6 +13,7 @@ from prepkit.config import (
     FSDP2,
     CheckpointBlocks,
     Config,
+    DeepSpeed,
     Intent,
     TensorParallel,
 )
@@ -279,6 +280,17 @@ def _undeclared(resolved: Resolved) -> Iterator[Hit]:
         yield Hit(at(second), what)
 
 
+def _without_forward(resolved: Resolved) -> Iterator[Hit]:
+    """The root of a model that is called through a wrapper, unless a method of its is an entry point."""
+    cfg, model = resolved.cfg, resolved.facts.model
+    root = next((model.classes[module.cls] for module in model.modules if not module.path), None)
+    wraps = isinstance(cfg.engine, DDP | FSDP1 | FSDP2 | DeepSpeed)
+    if wraps and root is not None and not root.has_forward and not cfg.entry_points:
+        engine = type(cfg.engine).__name__
+        what = f"`{root.name}` has no forward, and {engine} acts in the forward of the model that it is given alone."
+        yield Hit("model", what)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="model.already-wrapped",
@@ -287,6 +299,16 @@ RULES: tuple[Rule, ...] = (
         fix="Pass the model as it was before it was wrapped, and build it anew if it was sharded in place.",
         at=(Moment.PLAN, Moment.ACT),
         source=("BK-2", "G-20", "G-21", "G-56", "pain 19"),
+    ),
+    Rule(
+        id="model.no-forward",
+        summary="The model has a forward that the engine can act in.",
+        check=_without_forward,
+        fix=(
+            "Give it one: make it the attribute of a class(torch.nn.Module) whose forward calls what it holds, such as "
+            "self.decoder(self.encoder(x)), and call ready.model(x)."
+        ),
+        source=("G-8",),
     ),
     Rule(
         id="model.already-autocast",

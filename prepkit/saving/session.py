@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define, field, frozen
+from torch.distributed.tensor import DTensor
+from torch.nn import Module
 
 from prepkit.codec import load_plan, plan_to_text
 from prepkit.codec.files import attestation_to_text
@@ -14,15 +16,15 @@ from prepkit.court import Court
 from prepkit.facts.run import RunFacts
 from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, SavedModule, SavedWindows
 from prepkit.findings import PlanRejected
-from prepkit.objects import joint_optimizer
-from prepkit.observe.prepared.around import saves_shards
+from prepkit.objects import joint_optimizer, names
+from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.plan import Plan
 from prepkit.ranks.world import world
 from prepkit.rules import by_id
 from prepkit.rules.rule import Moment, findings_of
 from prepkit.saving import folder as folders
 from prepkit.saving import reading, saved_facts, state, writing
-from prepkit.saving.contents import Contents
+from prepkit.saving.contents import MODEL, Contents
 from prepkit.saving.failures import CheckpointFailed, on_every_rank
 from prepkit.saving.files import PLAN, plain_bytes
 from prepkit.saving.reading import WholeCheckpoint
@@ -62,11 +64,11 @@ class Checkpoints:
     def check(self, run: RunParts, folder: str) -> None:
         """Make the folder; raise now for what would keep ``save`` from working. Collective.
 
-        Warns of a ``save_pretrained`` in the program that will be refused.
+        Warns of a ``save_pretrained`` in the program that will be refused, and of a ``torch.save`` of shards.
         """
         path = self._folder(folder)
         writing.try_folder(path, self.snapshot(run, path))
-        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(saves_shards=saves_shards(run.model))))
+        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(**saved_in_parts(run.model))))
 
     def _folder(self, folder: str) -> str:
         """Return the folder that all ranks have given. Collective; raises ``RunRefused``."""
@@ -79,7 +81,7 @@ class Checkpoints:
         held = on_every_rank(lambda: state.held(run.model, run.optimizer), writing.NOT_WRITTEN, folder)
         own, shared = on_every_rank(lambda: _small(run, held), writing.NOT_WRITTEN, folder)
         return Snapshot(
-            tensors=held.tensors,
+            tensors=held.tensors if world().is_first else _without_buffers(run.model, held.tensors),
             own=own,
             shared=shared,
             texts=self._texts(run),
@@ -166,6 +168,17 @@ class Checkpoints:
         self._plan_text = self._plan_text or plan_to_text(run.plan)
         attested = {} if run.attestation is None else {"attestation.json": attestation_to_text(run.attestation)}
         return {PLAN: self._plan_text, **attested}
+
+
+def _without_buffers(model: Module, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What ranks beside the first one write: torch would take each buffer from any of those that hold it whole."""
+    whole = {
+        f"{MODEL}{site.path}.{name}" if site.path else f"{MODEL}{name}"
+        for site in names.sites(model)
+        for name, buffer in site.module._buffers.items()
+        if not isinstance(buffer, DTensor)
+    }
+    return {name: one for name, one in tensors.items() if name not in whole}
 
 
 def _trained(plan: Plan, held: Contents) -> tuple[tuple[str, ...], ...]:

@@ -19,8 +19,9 @@ from prepkit.facts.run import LoopFacts, RunFacts
 from prepkit.findings import Finding
 from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects.local_part import local
-from prepkit.observe.prepared.around import saves_shards
+from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.observe.prepared.gradients import Watched
+from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Asked
@@ -101,7 +102,8 @@ class Looks:
             if first and all(group.is_sharded for unit in units for group in groups(unit)):
                 self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
-        yield model.register_forward_pre_hook(ask, prepend=True)
+        # a user's torch.compile(ready.model) takes hooks in: what looks at Python objects is nothing to trace
+        yield model.register_forward_pre_hook(torch.compiler.disable(ask), prepend=True)
 
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
@@ -114,10 +116,12 @@ class Looks:
     def before_saving(self, passes: Passes | None = None) -> None:
         """Raises ``RunRefused`` where a checkpoint or an export would hold other weights than those in the model.
 
-        Warns where ``passes`` could not be gone on with.
+        Warns where ``passes`` could not be gone on with, and where ranks hold other buffers than rank 0, whose are
+        written. Collective.
         """
         lost = () if passes is None else passes.unrepeatable()
-        self.court.ask(Moment.SAVE, evolve(self.look.overwritten(), unrepeatable=lost))
+        apart = buffers_apart(self.look.model) if self._collective else ()
+        self.court.ask(Moment.SAVE, evolve(self.look.overwritten(), unrepeatable=lost, buffers_apart=apart))
 
     def before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Asked, ...]:
         """Raises ``RunRefused`` on every rank, or on none; gives what was asked of the first step, nothing after that.
@@ -144,7 +148,7 @@ class Looks:
             reduced=watched is None,
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        facts = evolve(facts, saves_shards=saves_shards(self.look.model)) if first else facts
+        facts = evolve(facts, **saved_in_parts(self.look.model)) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:
@@ -223,8 +227,8 @@ def _finite(loss: Loss | None) -> bool:
 
 def _local(moment: Moment) -> tuple[Rule, ...]:
     """Rules that one rank answers by itself, from an earlier look."""
-    return tuple(rule for rule in rules_due(moment) if Need.BEFORE in rule.needs)
+    return tuple(rule for rule in rules_due(moment) if Need.BEFORE in rule.needs and Need.RANKS not in rule.needs)
 
 
 def _over_ranks(moment: Moment) -> tuple[Rule, ...]:
-    return tuple(rule for rule in rules_due(moment) if Need.BEFORE not in rule.needs)
+    return tuple(rule for rule in rules_due(moment) if Need.BEFORE not in rule.needs or Need.RANKS in rule.needs)

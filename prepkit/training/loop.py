@@ -210,8 +210,10 @@ class Loop:
             self.scaler.unscale_(self.optimizer)  # a norm of scaled gradients would be clipped to nothing
         self.grad_norm = self.engine.clip(self.model, self.clip, parameters(self.optimizer))
 
-    def backward(self, loss: torch.Tensor, *, more: bool, mean_over: Count | None) -> None:
-        """One backward; see ``Prepared.backward``."""
+    def backward(
+        self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None, retain_graph: bool = False
+    ) -> None:
+        """One backward; see ``Prepared.backward``. ``retain_graph`` is torch's, for faces; an engine takes none."""
         check_loss(loss)
         alike = True
         if mean_over is not None:
@@ -235,7 +237,7 @@ class Loop:
             loss = loss / run.divide_by
             if self.scaler is not None:
                 loss = self.scaler.scale(loss)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]  # torch has no types
         except BaseException:
             self.happens(events.BackwardFailed())
             raise
@@ -416,6 +418,11 @@ class Loop:
             before_state=self.before_state,
             before_weights=self.before_weights,
         )
+
+    @property
+    def watches(self) -> bool:
+        """Whether it hears of steps, from ``watch`` until ``release``."""
+        return bool(self._hooks)
 
     def release(self) -> None:
         """Let the optimizers and the model alone again."""

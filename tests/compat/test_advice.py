@@ -187,12 +187,26 @@ def skipped(_: Path) -> None:
 def with_options(_: Path) -> None:
     accelerator = plain()
     model, _optimizer = started(accelerator)
-    accelerator.backward(model(ROWS).sum(), retain_graph=True)
+    accelerator.backward(model(ROWS).sum(), create_graph=True)
 
 
 @refused("AcceleratedLoop.backward", "write one forward for each backward, and leave it out", with_options)
 def kept_graph(_: Path) -> None:
     steps(accelerator := plain(), *started(accelerator))
+
+
+def prepared_twice(_: Path) -> None:
+    accelerator = plain()
+    model, optimizer = started(accelerator)
+    accelerator.prepare(accelerator.unwrap_model(model), optimizer)
+
+
+@refused("Preparation._unprepare", "let it go before: accelerator.free_memory()", prepared_twice)
+def let_go_before(_: Path) -> None:
+    accelerator = plain()
+    model = accelerator.unwrap_model(started(accelerator)[0])
+    accelerator.free_memory()
+    steps(accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 def in_part(_: Path) -> None:

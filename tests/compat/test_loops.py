@@ -51,11 +51,17 @@ class Plain:
         self.gradient_accumulation_steps = steps
         self.num_processes = 1
 
-    def backward(self, loss: torch.Tensor) -> None:
-        (loss / self.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        (loss / self.gradient_accumulation_steps).backward(**options)  # type: ignore[no-untyped-call]
 
     def clip_grad_norm_(self, parameters: Any, limit: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def free_memory(self) -> None:
+        """Nothing is held."""
+
+    def unwrap_model(self, model: Module) -> Module:
+        return model
 
     def prepare(self, *given: Any) -> Any:
         return given if len(given) > 1 else given[0]
@@ -176,6 +182,35 @@ def left_out_late(accelerator: Any, rows: list[torch.Tensor]) -> list[Module]:
     return [model]
 
 
+def another_optimizer(accelerator: Any, rows: list[torch.Tensor]) -> list[Module]:
+    """The model stays prepared, and trains on with an optimizer that comes by itself."""
+    model = net()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for at, row in enumerate(rows):
+        if at == 2:
+            optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.02))
+        accelerator.backward(model(row).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
+def another_phase(accelerator: Any, rows: list[torch.Tensor]) -> list[Module]:
+    """What was trained is let go, gets another head, and is prepared again."""
+    model: Any = torch.nn.Sequential(net(4), net())
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for at, row in enumerate(rows):
+        if at == 2:
+            model = accelerator.unwrap_model(model)
+            accelerator.free_memory()
+            model[1] = net(2)
+            model, optimizer = accelerator.prepare(model, sgd(model))
+        accelerator.backward(model(row).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model]
+
+
 LOOPS: tuple[Callable[[Any, list[torch.Tensor]], list[Module]], ...] = (
     two_backwards,
     by_hand_windows,
@@ -186,6 +221,8 @@ LOOPS: tuple[Callable[[Any, list[torch.Tensor]], list[Module]], ...] = (
     part_clipped,
     left_out,
     left_out_late,
+    another_optimizer,
+    another_phase,
 )
 
 
@@ -197,6 +234,21 @@ def weights(models: list[Module]) -> torch.Tensor:
 def test_a_loop_of_public_scripts_trains_as_torch_alone(accelerator: Accelerator, loop: Any) -> None:
     rows = [*ROWS.split(6)]
     assert torch.allclose(weights(loop(accelerator, rows)), weights(loop(Plain(), rows)), atol=1e-6)
+
+
+def test_a_graph_may_be_kept_for_another_backward_where_no_wrapper_averages_in_it(accelerator: Accelerator) -> None:
+    def loop(accelerator: Any) -> torch.Tensor:
+        model = net()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        for row in ROWS.split(6):
+            out = model(row)
+            accelerator.backward(out.square().mean(), retain_graph=True)
+            accelerator.backward(out.abs().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights([model])
+
+    assert torch.allclose(loop(accelerator), loop(Plain()), atol=1e-6)
 
 
 def on_ranks(rank: int, world: int) -> list[torch.Tensor]:

@@ -40,7 +40,7 @@ WARNINGS = _ids(
         "save": "beside-another-run",
         "prove": "unproven same-draws same-samples tokens decay outputs rounded-away",
         "run": "part-in-eval unlike-dtypes checkpointed-twice checkpointed-whole checkpoint-outside "
-        "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite "
+        "compile-off one-unit backend without-gradient ranks-passes order-lost loss-not-finite buffers-apart "
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,76 @@ def test_a_plain_model_alone_is_exported_and_loaded_again(tmp_path: Path) -> Non
     found = pk.apply(pk.build_plan(cfg, other)).model
     assert found.right.weight is found.left.weight
     assert torch.equal(found.left.weight, model.left.weight)
+
+
+class Remembers(nn.Module):
+    """A running mean of what it computes, which its next outputs depend on: of other samples it is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        self.mean.lerp_(out.detach().mean(0), 0.5)
+        self.count += 1
+        return out - self.mean.clone()
+
+
+def remembered(rank: int, world: int, folder: str, way: str, mended: bool) -> tuple[list[str], list[float], list[float]]:
+    """What two saves say of buffers, and two losses after them: of the run that goes on, and of one that resumes."""
+    del world
+
+    def begun() -> Any:
+        torch.manual_seed(0)
+        cfg = pk.Config(optimizer=pk.optim.SGD(lr=0.1), timeout_s=60.0, **{"engine": WAYS[way]["engine"]})
+        return pk.apply(pk.build_plan(cfg, Remembers()))
+
+    def losses(ready: Any, count: int) -> list[float]:
+        found = []
+        for at in range(count):
+            loss = ready.model(torch.full((2, 4), 1.0 + rank + at)).square().mean()
+            ready.backward(loss)
+            ready.step()
+            found.append(float(loss.detach()))
+        return found
+
+    ready = begun()
+    losses(ready, 3)
+    if mended:
+        for buffer in ready.unwrap().buffers():
+            dist.broadcast(buffer, src=0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        ready.save(folder)
+        ready.export(f"{folder}-export")
+    said = [str(one.message) for one in heard if "buffers-apart" in str(one.message)]
+    went_on = losses(ready, 2)
+    ready.close(keep_group=True)
+    ready = begun()
+    assert ready.resume(folder)
+    again = losses(ready, 2)
+    ready.close(keep_group=True)
+    return said, went_on, again
+
+
+@pytest.mark.parametrize("way", ["shards", "flat"])
+def test_buffers_that_ranks_hold_unlike_are_told_once_at_a_save(gang2: Gang, tmp_path: Path, way: str) -> None:
+    (told, first, resumed_first), (silent, second, resumed_second) = gang2.run(
+        remembered, str(tmp_path / "run"), way, False, timeout=120
+    )
+    (text,) = told
+    assert "run.buffers-apart at model: Ranks hold other values of 1 buffer: `mean`. Rank 0's are saved" in text
+    assert silent == []
+    assert resumed_first[0] == first[0], "rank 0's are saved"
+    assert resumed_second[0] != second[0]
+    same = gang2.run(remembered, str(tmp_path / "mended"), way, True, timeout=120)
+    assert all(said == [] and went_on == again for said, went_on, again in same), "with what the fix says to type"
+
+
+def test_ddp_saves_the_buffers_that_it_sends_to_all_before_the_next_forward(gang2: Gang, tmp_path: Path) -> None:
+    for said, went_on, again in gang2.run(remembered, str(tmp_path / "run"), "whole", False, timeout=120):
+        assert said == []
+        assert went_on == again, "to the bit"

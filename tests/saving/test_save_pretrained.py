@@ -55,6 +55,18 @@ RIGHT = {
     "of another model": "teacher_model.save_pretrained(folder)",
     "by export": "ready.export(folder)",
 }
+STATE = {
+    "in the call": "torch.save(ready.unwrap().state_dict(), folder)",
+    "by a name": "state = model.state_dict(); torch.save(state, folder)",
+    "in a dict": "torch.save({'step': 3, 'model': ready.model.state_dict()}, folder)",
+}
+WHOLE_STATE = {
+    "gathered": "state = {n: v.full_tensor() for n, v in model.state_dict().items()}; torch.save(state, folder)",
+    "by torch": "state = get_model_state_dict(model, options=options); torch.save(state, folder)",
+    "of an optimizer": "torch.save(model_optimizer.state_dict(), folder)",
+    "of another model": "torch.save(teacher_model.state_dict(), folder)",
+    "of a name with another value too": "state = model.state_dict(); state = whole(state); torch.save(state, folder)",
+}
 
 
 def window(ready: Any) -> None:
@@ -76,7 +88,7 @@ def heard(rank: int, world: int, engine: Any, folder: str, lines: tuple[str, ...
             runpy.run_path(str(program))["train"](
                 ready, model, nn.Linear(1, 1), object(), window, f"{folder}/run-{number}", asks == "check"
             )
-        told.append([str(one.message) for one in caught if "save_pretrained" in str(one.message)])
+        told.append([str(one.message) for one in caught if "saves-shards" in str(one.message)])
         ready.close(keep_group=True)
     return told
 
@@ -89,6 +101,19 @@ def test_a_program_that_would_write_shards_is_told_before_it_trains(gang2: Gang,
         assert "would write this rank's shards" in one
         assert "Write ready.export(folder) on every rank" in one
     assert second == [[]] * len(TOLD)
+
+
+@pytest.mark.parametrize("asks", ["step", "check"])
+def test_a_program_that_would_save_dtensors_by_torch_is_told_too(gang2: Gang, tmp_path: Path, asks: str) -> None:
+    lines = (*STATE.values(), *WHOLE_STATE.values())
+    first, second = gang2.run(heard, pk.FSDP2(), str(tmp_path), lines, asks, timeout=120)
+    for number, (one,) in enumerate(first[: len(STATE)]):
+        assert one.startswith(f"warning run.saves-shards at torch.save: program-0-{number}.py:8: torch.save(...)")
+        assert "Write ready.export(folder) on every rank" in one
+    assert first[len(STATE) :] == [[]] * len(WHOLE_STATE)
+    assert second == [[]] * len(lines)
+    whole = gang2.run(heard, pk.DDP(), str(tmp_path), tuple(STATE.values()), asks, timeout=120)
+    assert whole == [[[]] * len(STATE)] * 2
 
 
 def test_a_program_that_saves_otherwise_or_shards_nothing_hears_nothing(gang2: Gang, tmp_path: Path) -> None:

@@ -275,7 +275,8 @@ def test_gradients_that_something_else_has_written_are_warned_of_once(engine: An
     assert said("nothing") == []
     for which in ("clipped", "beside"):
         (what,) = said(which)
-        assert "Remove that call: write Config(clip=pk.ClipNorm(1.0))" in what
+        assert "Where it clips remove it: write Config(clip=pk.ClipNorm(1.0))" in what
+        assert "A mask of param.grad that is the same on every rank may stay." in what
 
 
 def test_scaled_gradients_that_something_else_has_written_are_refused() -> None:

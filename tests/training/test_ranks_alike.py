@@ -143,3 +143,33 @@ def tensor_parallel(rank: int, world: int) -> list[str]:
 
 def test_ranks_that_hold_parts_of_one_layer_draw_alike_without_a_word(gang2: Gang) -> None:
     assert gang2.run(tensor_parallel, timeout=60) == [[], []]
+
+
+def drawn_anew(rank: int, world: int, engine: Any) -> list[tuple[str, int]]:
+    """What is raised, and after how many steps, where a layer is drawn anew with each rank's seed, and with one."""
+    del world
+    found = []
+    for seed in (0, rank):
+        ready = prepared(engine)
+        for _ in range(3):
+            window(ready)
+        torch.manual_seed(seed)
+        ready.unwrap().reset_parameters()
+        told = ""
+        try:
+            for _ in range(6):
+                window(ready)
+        except RunRefused as error:
+            told = str(error)
+        found.append((told, ready.steps))
+        ready.close()
+    return found
+
+
+def test_weights_that_ranks_have_written_unlike_are_refused_in_the_next_window_that_is_due(gang2: Gang) -> None:
+    for alike, (told, steps) in gang2.run(drawn_anew, pk.DDP(), timeout=60):
+        assert alike == ("", 9)
+        assert "run.ranks-values at model.weight: Every rank holds 2 tensors with values of its own" in told
+        assert "`weight`, `bias`" in told
+        assert "dist.broadcast(param.data, src=0)" in told
+        assert steps == 3, "the fourth window is due"

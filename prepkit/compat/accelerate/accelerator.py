@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from attrs import evolve
@@ -82,6 +83,7 @@ class Accelerator:
         self._forget_prepared()
 
     def _forget_prepared(self) -> None:
+        self._let_go: WeakSet[torch.nn.Module] = WeakSet()
         self._prepared = Preparation(self._ticks)
         self._saved = SavedState(self.state, self.project_configuration)
         self._trigger = False
@@ -379,7 +381,8 @@ class Accelerator:
         """Lets go of what was prepared, for another ``prepare``; the process group stays."""
         for ready in self._prepared.all_ready:
             ready.close(keep_group=True)
-        self._prepared = Preparation(self._ticks)
+            self._let_go.add(ready.unwrap())
+        self._prepared = Preparation(self._ticks, let_go=self._let_go)
         return [None for _ in objects]
 
     clear = free_memory

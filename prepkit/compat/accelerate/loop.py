@@ -153,10 +153,11 @@ class AcceleratedLoop:
         if self.inside:
             self.boundary = self.ends_window()
         if self.driven:
+            retain_graph = not self._by_engine and bool(options.pop("retain_graph", None))
             for name in options:
                 raise NotOffered(f"backward({name}=...)", "write one forward for each backward, and leave it out")
             with in_their_words():
-                self.ready.backward(loss)
+                self.ready.loop.backward(loss, retain_graph=True) if retain_graph else self.ready.backward(loss)
             return
         loss, scaler = loss / self.accumulation, self.ready.scaler
         (loss if scaler is None else scaler.scale(loss)).backward(**options)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from prepkit.compat.accelerate.stepped import SteppedOptimizer, SteppedScheduler
 from prepkit.config import Config, Intent
 from prepkit.loading.loader import Loader
 from prepkit.loading.passes import Passes
+from prepkit.objects.unwrap import PREPARED, unwrap
 from prepkit.training.prepared import Prepared
 
 KINDS = {
@@ -43,6 +44,8 @@ class Preparation:
     """None: no model yet."""
     only_loaders: Prepared | None = None
     """What came before a model; None: nothing."""
+    let_go: Collection[torch.nn.Module] = ()
+    """Models of an earlier preparation, which may be given again."""
     beside: list[Any] = field(factory=list)
     """Optimizers and schedulers that no plan holds, so that whoever saves asks them for their state."""
     optimizers: list[SteppedOptimizer] = field(factory=list)
@@ -133,6 +136,7 @@ class Preparation:
         share_generators(config, loaders)
         prepared: tuple[Any, ...] = ()
         for model in given["model"]:
+            self._unprepare(model, config)
             trained = any(param.requires_grad for param in model.parameters())
             how = config if trained or driven else evolve(config, intent=Intent.INFERENCE)
             planned = schedulers[0] if driven and _of(schedulers, optimizers[0]) else None
@@ -154,6 +158,20 @@ class Preparation:
                 stepped = SteppedScheduler(self.ready.scheduler, self.loop, self.optimizers, self.ticks)
                 made["scheduler"].append(stepped)
         return prepared
+
+    def _unprepare(self, model: torch.nn.Module, config: Config) -> None:
+        """Take what a ``prepare`` has left on a model off again, once ``free_memory`` has let it go.
+
+        Raises ``NotOffered`` for one that is in use, or whose parameters have been divided in place.
+        """
+        if model in self.let_go:
+            unwrap(model, keep_autocast=False, keep_compiled=False)
+        if PREPARED in vars(model) and (rule := "model.already-wrapped") not in config.overrides:
+            what = (
+                "use what the first prepare gave, or let it go before: accelerator.free_memory(). Where an engine has "
+                "divided it build the model anew, and load what accelerator.get_state_dict(model) gave before"
+            )
+            raise NotOffered("prepare of a model that is prepared already", what, rule)
 
     def _take(self, ready: Prepared, config: Config, driven: bool) -> None:
         if self.started_loop is not None:

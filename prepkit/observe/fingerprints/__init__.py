@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from prepkit.court import refused
 from prepkit.findings.text import some
 from prepkit.observe.fingerprints.parts import Part, as_computed, parts
-from prepkit.observe.fingerprints.tensor import as_hex, fingerprint, fingerprint_sum, unsigned
+from prepkit.observe.fingerprints.tensor import as_hex, bits_sum, fingerprint, fingerprint_sum, unsigned
 from prepkit.observe.given import said
 from prepkit.ranks.world import world
 
@@ -98,6 +98,16 @@ def summed(held: Mapping[str, Part], told: tuple[float, ...] = ()) -> Fingerprin
         replicated=tuple(name for name, w in zip(held, weights, strict=False) if w != _weight(0)),
         told=tuple(row[-1] / 1e6 / ranks.size for row in (first, every, weights))[: len(told)],
     )
+
+
+def sums_of_whole(model: nn.Module) -> dict[str, int]:
+    """Sums of the bits of parameters that this rank holds whole, by name: what is compared often has to cost little.
+
+    Left out is what ``as_computed`` leaves out, and what is on meta. Waits for each device once.
+    """
+    whole = {name: part.values for name, part in as_computed(model) if part.values.numel() == part.numel}
+    whole = {name: values for name, values in whole.items() if not values.is_meta}
+    return dict(zip(whole, _on_host([bits_sum(values) for values in whole.values()]), strict=True))
 
 
 def _weight(replica: int) -> int:

@@ -35,6 +35,17 @@ def fingerprint(part: Tensor, start: int = 0) -> int:
     return unsigned(int(fingerprint_sum(part, start).item()))
 
 
+@torch.no_grad()
+def bits_sum(tensor: Tensor) -> Tensor:
+    """The sum of the elements' bits as integers, one int64 on the tensor's device, which waits for no device.
+
+    A tenth of a fingerprint's work, and blind to the order of the elements. As there, of 1, 2, 4 or 8 bytes each.
+    """
+    held = tensor.detach()
+    real = torch.view_as_real(held.resolve_conj()) if held.is_complex() else held
+    return real.view(_INTEGERS[real.element_size()]).sum(dtype=torch.int64)
+
+
 def unsigned(wrapped: int) -> int:
     """An int64 that has wrapped around, as a number modulo 2**64."""
     return wrapped % 2**64

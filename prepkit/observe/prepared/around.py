@@ -13,6 +13,7 @@ from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from prepkit.objects import names
 from prepkit.objects.bare_tree import SAVE, is_sharded
@@ -123,6 +124,11 @@ def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
     return raw and inside, bool(counting) and not counted and not inside
 
 
+def saved_in_parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Fields of ``RunFacts``: where the caller's files would write shards of a model."""
+    return {"saves_shards": saves_shards(model), "saves_state": saves_state(model)}
+
+
 def saves_shards(model: nn.Module) -> tuple[str, ...]:
     """Where the caller's files call ``save_pretrained`` of a sharded model, as it seems, without its ``state_dict``.
 
@@ -131,21 +137,62 @@ def saves_shards(model: nn.Module) -> tuple[str, ...]:
     root = names.unwrap_root(model)[-1]
     if not callable(getattr(root, SAVE, None)) or not is_sharded(root):
         return ()
-    frames: list[FrameType] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not _foreign(frame.f_code.co_filename):
-            frames.append(frame)
-        frame = frame.f_back
-    known = {name: value for one in frames for name, value in (*one.f_globals.items(), *one.f_locals.items())}
-    others = {name for name, value in known.items() if not isinstance(value, nn.Module) or not _is(value, root)}
+    files, others = _program(root)
     found: dict[str, None] = {}
-    for file in dict.fromkeys(one.f_code.co_filename for one in frames):
+    for file in files:
         for call in _calls_of(SAVE, file):
-            saved = ast.unparse(call.func.value)  # type: ignore[attr-defined]  # as ``_calls_of`` picks them
-            if _MODEL.search(saved) and not _NO_MODEL.search(saved) and saved not in others and not _gives_state(call):
+            saved = _receiver(call)
+            if _seems_model(saved, others) and not _gives_state(call):
                 found[f"{Path(file).name}:{call.lineno}: {saved}.{SAVE}(...)"] = None
     return tuple(found)
+
+
+def saves_state(model: nn.Module) -> tuple[str, ...]:
+    """Where the caller's files give ``torch.save`` the ``state_dict()`` of a model of DTensors, as it seems.
+
+    In the call or a dict in it, or by a name that stands for nothing else in the file.
+    """
+    root = names.unwrap_root(model)[-1]
+    if not any(isinstance(param, DTensor) for param in root.parameters()):
+        return ()
+    files, others = _program(root)
+    found: dict[str, None] = {}
+    for file in files:
+        meant: dict[str, bool] = {}
+        for one in ast.walk(_parsed(file)):
+            if isinstance(one, ast.Assign):
+                for name in ast.walk(ast.Tuple(one.targets, ast.Store())):
+                    if isinstance(name, ast.Name):
+                        meant[name.id] = meant.get(name.id, True) and _is_state(one.value, others)
+        for call in _calls_of("save", file):
+            given = call.args[0] if call.args and _receiver(call) == "torch" else None
+            parts = given.values if isinstance(given, ast.Dict) else [] if given is None else [given]
+            if any(_is_state(one, others) or meant.get(getattr(one, "id", ""), False) for one in parts):
+                found[f"{Path(file).name}:{call.lineno}: torch.save(...)"] = None
+    return tuple(found)
+
+
+def _program(root: nn.Module) -> tuple[tuple[str, ...], set[str]]:
+    """Return the caller's files, and names there that stand for something else than the model."""
+    frames = [one for one in frames_above(__file__) if not _foreign(one.f_code.co_filename)]
+    known = {name: value for one in frames for name, value in (*one.f_globals.items(), *one.f_locals.items())}
+    others = {name for name, value in known.items() if not isinstance(value, nn.Module) or not _is(value, root)}
+    return tuple(dict.fromkeys(one.f_code.co_filename for one in frames)), others
+
+
+def _receiver(call: ast.Call) -> str:
+    """Return what a method is called of, as ``_calls_of`` picks calls."""
+    return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def _seems_model(text: str, others: Container[str]) -> bool:
+    return bool(_MODEL.search(text)) and not _NO_MODEL.search(text) and text not in others
+
+
+def _is_state(node: ast.AST | None, others: Container[str]) -> bool:
+    """Return whether an expression is ``<model>.state_dict()`` and nothing around it, which may gather it."""
+    state = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "state_dict"
+    return state and isinstance(node, ast.Call) and _seems_model(_receiver(node), others)
 
 
 def _is(value: nn.Module, root: nn.Module) -> bool:
@@ -170,7 +217,7 @@ def _gives_state(call: ast.Call) -> bool:
 
 
 _MODEL = re.compile(r"model|unwrap", re.IGNORECASE)
-_NO_MODEL = re.compile(r"token|process|config", re.IGNORECASE)
+_NO_MODEL = re.compile(r"token|process|config|optim|sched", re.IGNORECASE)
 _GATHERS = re.compile(r"GatheredParameters|summon_full_params")
 
 

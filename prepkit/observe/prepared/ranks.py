@@ -6,12 +6,14 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from attrs import evolve
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import RankFacts, RunFacts
-from prepkit.objects.names import Site, parameters_at
+from prepkit.objects.names import Site, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.fingerprints.tensor import fingerprint
@@ -163,6 +165,27 @@ def _parted(ranks: tuple[RankFacts, ...], values: dict[str, int]) -> tuple[str, 
     """Names of what differs. Collective only where digests do, which every rank sees alike."""
     if len({rank.values for rank in ranks}) == 1 or len({rank.names for rank in ranks}) > 1:
         return ()
+    return other_values(values)
+
+
+def other_values(values: dict[str, int]) -> tuple[str, ...]:
+    """Names under which some rank has another number than the first one. Collective."""
     gathered = world().gather(values)
-    first = gathered[0]
-    return tuple(name for name in first if len({other.get(name) for other in gathered}) > 1)
+    return tuple(name for name in gathered[0] if len({other.get(name) for other in gathered}) > 1)
+
+
+def buffers_apart(model: nn.Module) -> tuple[str, ...]:
+    """Buffers of a checkpoint that ranks hold unlike. Collective where some rank has any.
+
+    None under DDP that sends rank 0's before each forward: what the others have then lasts until the next one.
+    """
+    sent = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
+    if sent or not world().carries_data:
+        return ()
+    found: dict[str, int] = {}
+    for site in sites(model):
+        for name, buffer in site.module._buffers.items() if site.first else ():
+            held = None if name in site.module._non_persistent_buffers_set or buffer is None else _whole(buffer)
+            if held is not None and held.device.type != "meta" and held.layout is torch.strided:
+                found[f"{site.path}.{name}" if site.path else name] = fingerprint(held)
+    return other_values(found)

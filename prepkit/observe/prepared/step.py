@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from prepkit.facts.run import DDPFacts, LoopFacts, RunFacts, RunningFacts, RunningParam
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
+from prepkit.observe.fingerprints import sums_of_whole
 from prepkit.observe.model import dtype_name
 from prepkit.observe.prepared.averaging import ddp_state
 from prepkit.observe.prepared.gradients import Gradient, gradients, judged, replicas, rows
 from prepkit.observe.prepared.modules import drops, generator
 from prepkit.observe.prepared.optimizers import options, short_digest, unlike
+from prepkit.observe.prepared.ranks import other_values
 from prepkit.plan import Plan
 from prepkit.ranks.world import ranks_of, world
 from prepkit.rules.rule import Need
@@ -138,12 +140,13 @@ class StepLook:
         """
         looked = seen if Need.GRADIENTS in needs else ()
         held, draws = options(self.optimizers), generator(self.plan.facts.env.device)
+        weights = self._replicas()
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
-        alone += map(float, loop.own_streams)
+        alone += [short_digest(weights), *map(float, loop.own_streams)]
         own = rows(looked)
         least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
         first = len(alone)
-        streams = zip(least[5:first].tolist(), most[5:first].tolist(), strict=True)
+        streams = zip(least[6:first].tolist(), most[6:first].tolist(), strict=True)
         apart = self.plan.data_parallel_size > 1 and world().carries_data
         facts = RunFacts(
             world_size=self.plan.world_size,
@@ -152,6 +155,7 @@ class StepLook:
             drawn_alike=bool(draws) and apart and bool(least[2] == most[2]),
             alike_for=self.plan.world_size // self.plan.data_parallel_size,
             unlike=unlike(world().gather(held)) if least[4] != most[4] else (),
+            parted=other_values(weights) if least[5] != most[5] else (),
             loop=evolve(
                 loop,
                 passes=(int(least[0]), int(most[0])),
@@ -169,6 +173,18 @@ class StepLook:
 
         same = replicas(self.model) if reduced else []
         return evolve(facts, gradients=judged(looked, own, self.model, same, spread, reduced=reduced, scaled=scaled))
+
+    def _replicas(self) -> dict[str, int]:
+        """Sums of the weights that DDP holds alike on every rank, and steps alike; without those it was told to ignore.
+
+        Shards have no other holder to part from, and what is whole beside them is averaged as gradients are.
+        """
+        if not (isinstance(self.model, DistributedDataParallel) and world().carries_data):
+            return {}
+        own = set(getattr(self.model, "parameters_to_ignore", ()))
+        ignored = {id(param) for name, param in self.model.module.named_parameters() if name in own}
+        left = {name for name, param in names.named_parameters(self.model).items() if id(param) in ignored}
+        return {name: value for name, value in sums_of_whole(self.model).items() if name not in left}
 
     def _ddp(self) -> tuple[DDPFacts, ...]:
         return (ddp_state("", self.model),) if isinstance(self.model, DistributedDataParallel) else ()

@@ -48,6 +48,9 @@ def _saves_shards(facts: RunFacts) -> Iterator[Hit]:
     if facts.saves_shards:
         what = f"{'; '.join(facts.saves_shards)} would write this rank's shards: once training is over it is refused."
         yield Hit("model.save_pretrained", what)
+    if facts.saves_state:
+        what = f"{'; '.join(facts.saves_state)} would write this rank's shards: no load_state_dict takes them later."
+        yield Hit("torch.save", what, "Write ready.export(folder) on every rank, or ready.save(folder) to go on from.")
 
 
 def _whole_state(facts: RunFacts) -> Iterator[Hit]:
@@ -99,7 +102,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.saves-shards",
-        summary="What saves a sharded model after training gives its save_pretrained the whole state_dict.",
+        summary="What saves a sharded model writes it whole.",
         check=_saves_shards,
         at=(Moment.FIRST_STEP,),
         cost="reads the files of the program once",

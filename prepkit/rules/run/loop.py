@@ -99,8 +99,8 @@ _WRITTEN = _rule(
     "gradients-written",
     "Nobody but the loop writes gradients.",
     checks.written,
-    "Remove that call: write Config(clip=pk.ClipNorm(1.0)), or ClipValue, by which ready.step() clips, and add losses "
-    "up for one ready.backward(loss).",
+    "Where it clips remove it: write Config(clip=pk.ClipNorm(1.0)), or ClipValue, by which ready.step() clips; add "
+    "losses up for one ready.backward(loss). A mask of param.grad that is the same on every rank may stay.",
     severity=Severity.WARNING,
 )
 _NOT_COUNTED = _rule(

@@ -36,6 +36,12 @@ def _optimizers(facts: RunFacts) -> Iterator[Hit]:
 _TOGETHER = "Train through the wrapper: its forward, no step of one rank alone; broadcast the weights to go on."
 
 
+_WRITTEN_ALIKE = (
+    "Write weights on all ranks alike: inside torch.random.fork_rng() after torch.manual_seed(0), or send rank 0's: "
+    "dist.broadcast(param.data, src=0)."
+)
+
+
 def _values(facts: RunFacts) -> Iterator[Hit]:
     for _, now in facts.running:
         if now.parted:
@@ -48,7 +54,16 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
         odd = facts.applied.odd_ranks if facts.applied is not None else ()
         who = f"Beside rank 0, rank {spans(odd)} holds" if odd else "Every rank holds"
         what = f"{who} {count(len(parted), 'tensor')} with values of its own: {some(parted)}."
-        yield Hit(at(parted[0]), what)
+        yield Hit(at(parted[0]), what, "" if facts.loop is None else _WRITTEN_ALIKE)
+
+
+def _buffers(facts: RunFacts) -> Iterator[Hit]:
+    if facts.buffers_apart:
+        what = (
+            f"Ranks hold other values of {count(len(facts.buffers_apart), 'buffer')}: {some(facts.buffers_apart)}. "
+            "Rank 0's are saved and exported; each rank evaluates with its own, and has rank 0's after a resume."
+        )
+        yield Hit("model", what)
 
 
 def _pipeline(facts: RunFacts) -> bool:
@@ -187,7 +202,7 @@ RULES: tuple[Rule, ...] = (
         id="run.ranks-values",
         summary="What several ranks hold the same of has one value, bit by bit.",
         check=_values,
-        at=(Moment.ACT, Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
+        at=(Moment.ACT, Moment.APPLY, Moment.DUE, Moment.AUDIT, Moment.DRIFT),
         needs=(Need.RANKS, Need.BEFORE),
         cost="a share of the one exchange over the ranks that the moment makes",
         fix=(
@@ -235,6 +250,21 @@ RULES: tuple[Rule, ...] = (
         fix=_DRAWN,
         severity=Severity.WARNING,
         source=("DL-15",),
+    ),
+    Rule(
+        id="run.buffers-apart",
+        summary="Buffers that are saved are the same on every rank.",
+        check=_buffers,
+        at=(Moment.SAVE,),
+        needs=(Need.RANKS,),
+        cost="reads the buffers once, and one exchange of a number for each",
+        fix=(
+            "Before each save and evaluation, on every rank, write for buffer in ready.unwrap().buffers(): "
+            "dist.broadcast(buffer, src=0) (import torch.distributed as dist); for batch norms build the model with "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or train under DDP, which sends rank 0's buffers "
+            "before each forward."
+        ),
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.loss-not-finite",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import prepkit as pk
 from prepkit.config import (
     BF16,
     DDP,
@@ -128,3 +129,26 @@ def test_compiling_keeps_parameter_names_and_the_state_dict() -> None:
     before = (list(dict(model.named_parameters())), list(model.state_dict()))
     do(compiling("", "layers.0", backend="counting"), Target(model=model))
     assert (list(dict(model.named_parameters())), list(model.state_dict())) == before
+
+
+def by_hand(rank: int, world: int) -> tuple[int, float]:
+    """Graphs that ran where a loop compiles what was prepared by itself, and the distance of its loss to eager's."""
+    del rank, world
+    counted()
+    losses = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = Tiny()
+        ready = pk.apply(pk.build_plan(Config(engine=FSDP2()), model, optimizer=sgd(model)))
+        called = torch.compile(ready.model, backend="counting") if compiled else ready.model
+        ready.backward(called(TOKENS).square().mean())
+        assert ready.step()
+        losses.append(float(called(TOKENS).detach().square().mean()))
+        ready.close(keep_group=True)
+    return COUNTS["ran"], abs(losses[0] - losses[1])
+
+
+def test_a_loop_may_compile_what_fsdp2_was_prepared_for(gang2: Gang) -> None:
+    for ran, apart in gang2.run(by_hand, timeout=120):
+        assert ran > 0
+        assert apart < 1e-6

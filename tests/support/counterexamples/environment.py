@@ -55,6 +55,15 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "mesh.single-many-ranks": lambda: ranks(Config()),
     "mesh.ddp-alone": lambda: ranks(Config(engine=DDP()), world=1),
     "model.already-wrapped": lambda: of(Config(), marked(tiny_model(), "ddp")),
+    "model.no-forward": lambda: of(
+        Config(engine=DDP()),
+        evolve(
+            tiny_model(),
+            classes=tuple(
+                evolve(one, has_forward=one.has_forward and one.name != "Tiny") for one in tiny_model().classes
+            ),
+        ),
+    ),
     "model.already-autocast": lambda: of(Config(precision=BF16()), marked(tiny_model(), "autocast")),
     "model.already-compiled": lambda: of(Config(compile=CompileModel()), marked(tiny_model(), "compiled")),
     "model.already-checkpointed": lambda: of(
