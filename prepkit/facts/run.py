@@ -214,6 +214,10 @@ class GradientFacts:
     """Those without one that a batch may leave out: a member of a ModuleList, or an optimizer's whole turn."""
     divided: tuple[str, ...] = ()
     """Those that some ranks step, and others do not: there they count alone."""
+    stale: tuple[str, ...] = ()
+    """Those without one in this window, of which ZeRO 3 keeps that of an earlier one and steps with it."""
+    by: str = ""
+    """What reduces them: ``FSDP1``, ``FSDP2`` or ``ZeRO`` with its stage; empty: DDP, hooks, or nothing."""
 
 
 @frozen(kw_only=True)

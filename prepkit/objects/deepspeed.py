@@ -12,6 +12,7 @@ import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor
 
+from prepkit.objects.names import known_bases
 from prepkit.objects.state import LiveModel
 from prepkit.ranks.world import world
 from prepkit.steps import InitializeDeepSpeed, Setting
@@ -27,6 +28,11 @@ def keeps_masters(optimizer: Any) -> bool:
     """True if it is DeepSpeed's, with master weights and an optimizer inside, and not one of torch that steps alone."""
     inside = getattr(optimizer, "optimizer", None)
     return not isinstance(optimizer, torch.optim.Optimizer) and isinstance(inside, torch.optim.Optimizer)
+
+
+def zero_stage(model: Any) -> int | None:
+    """The stage of ZeRO of an engine; None: it is none of DeepSpeed's."""
+    return int(model.zero_optimization_stage()) if "DeepSpeedEngine" in known_bases(type(model)) else None
 
 
 def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Compared]:

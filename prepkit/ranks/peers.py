@@ -237,7 +237,9 @@ class Peers:
                 if self.store.check([f"call/{rank}"]) and (call := self.store.get(f"call/{rank}")):
                     known.setdefault(call, []).append(rank)
         said = [f"rank{'s' * (len(at) > 1)} {', '.join(map(str, at[:8]))} in {call}" for call, at in known.items()]
-        return f". Their last calls were: {'; '.join(said)}" if said else ""
+        alike = [at for call, at in known.items() if call == "ready.backward()" and len(at) > 1]
+        layers = ", where each may have run other layers: run the same on all" if alike and len(known) == 1 else ""
+        return f". Their last calls were: {'; '.join(said)}{layers}" if said else ""
 
     def _tell(self, gone: list[tuple[int, str]]) -> RankFailed:
         """Says which ranks have ended, unless another rank has said so before; returns what was said."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.court import Court
-from prepkit.facts.run import LoopFacts, RunFacts
+from prepkit.facts.run import GradientFacts, LoopFacts, RunFacts
 from prepkit.findings import Finding
 from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects.local_part import local
@@ -64,7 +64,7 @@ class Looks:
     divided: bool = field(default=False, init=False)
     """Whether what the loop reads is known to be divided over the ranks."""
     _watched: Watched | None = field(default=None, init=False)
-    """Notes the gradients of the first window where the engine takes them away as they come."""
+    """Notes gradients where the engine takes them away as they come."""
     _entered: bool = field(default=False, init=False)
     """Whether there was a forward."""
     _done: bool = field(default=False, init=False)
@@ -86,6 +86,11 @@ class Looks:
         """Notes gradients from now on, as they come."""
         self._watched = Watched(model)
         self._watched.begin()
+
+    def unwatch(self) -> None:
+        """Notes none from now on."""
+        if self._watched is not None:
+            self._watched.end()
 
     def before_forward(self, model: Module) -> Iterator[RemovableHandle]:
         """Ask before the first forward what FSDP2 undoes in it: it puts its own parameters back into their places.
@@ -110,6 +115,8 @@ class Looks:
         self._alone += 1
         if self.look.written:
             self.court.ask(Moment.STEP, self.look.overwritten())
+        if self._watched is not None and (stale := self._watched.stale()):
+            self.court.ask(Moment.STEP, RunFacts(gradients=GradientFacts(stepped=len(stale), stale=stale)))
         if due(self._alone) and self._collective:
             self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
@@ -130,22 +137,28 @@ class Looks:
         """
         self._together += 1
         passes.stepping()
+        asked = self._asked_before_step(loss, epoch, passes)
+        if self._watched is not None:  # what was noted is kept while it refuses: the story stays the same
+            self._watched.turn()
+        return asked
+
+    def _asked_before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Asked, ...]:
         first = not self._done
+        once = _over_ranks(Moment.FIRST_STEP) * first
         often: tuple[Rule, ...] = ()
         if self._collective and (due(self._together) or self._waits()):
-            often = _over_ranks(Moment.DUE)
+            often = tuple(rule for rule in _over_ranks(Moment.DUE) if rule not in once)
         if not ((first and self._collective) or often):
             return ()
         self._compared = passes.streams
-        once = _over_ranks(Moment.FIRST_STEP) * first
         watched = self._watched
-        seen = () if not first else tuple(self.look.gradients() if watched is None else watched.end())
+        look = self.look.gradients if watched is None else watched.gradients
         facts = self.look.over_ranks(
             {need for rule in (*often, *once) for need in rule.needs},
             self._loop(loss, passes),
-            seen,
+            tuple(look(values=first)),
             own_pass=epoch,
-            reduced=watched is None,
+            reduced=watched is None and first,  # later on only whether they are there is asked
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
         facts = evolve(facts, **saved_in_parts(self.look.model)) if first else facts
@@ -153,7 +166,7 @@ class Looks:
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:
             return ()
-        self._done, self._watched = True, None  # what was noted is kept while it refuses: the story stays the same
+        self._done = True
         return asked
 
     def _waits(self) -> bool:

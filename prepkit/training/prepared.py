@@ -365,6 +365,7 @@ class Prepared:
         self.model = unwrap(self.model)
         self.loop.close(self.model, driver(self.model), failing=failing)
         self._looks.look.let_go(self.model)
+        self._looks.unwatch()
         if self._whole_gradients is not None:
             self._whole_gradients.unwatch()
             self._whole_gradients = None

@@ -139,6 +139,7 @@ BROKEN: dict[str, RunFacts] = {
         gradients=GradientFacts(stepped=2, missing=NAMES[:1], awaited=NAMES[:1], parted=NAMES[1:2]),
     ),
     "run.gradients-on-some-ranks": evolve(FINE, gradients=GradientFacts(stepped=2, on_some_ranks=NAMES[:1])),
+    "run.gradients-stale": evolve(FINE, gradients=GradientFacts(stepped=2, stale=NAMES[:1])),
     "run.gradients-misplaced": evolve(FINE, gradients=GradientFacts(stepped=2, misplaced=NAMES[:1])),
     "run.steps-nothing": evolve(FINE, gradients=GradientFacts(stepped=2, missing=NAMES[:2])),
     "run.gradients-part": evolve(with_ranks(), gradients=GradientFacts(stepped=2, compared=NAMES, parted=NAMES[:1])),

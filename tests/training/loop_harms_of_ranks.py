@@ -14,6 +14,7 @@ from prepkit.findings import RunRefused
 from tests.audit.harms import Seen
 from tests.support.deepspeed_cpu import lean
 from tests.training.loop_harms import ended, layers, loss_of, size, train, without
+from tests.training.test_first_step import prepared_to_choose, window
 from tests.training.test_model_changes import prepared as tied
 from tests.training.test_model_changes import train as train_tied
 
@@ -149,11 +150,23 @@ def frozen_in_the_loop(*, slip: bool) -> float:
     return far(getattr(model.inside.weight, "_local_tensor", model.inside.weight), before)
 
 
+def left_out_of_a_window(*, slip: bool) -> float:
+    """How far a layer moves in a window without it."""
+    ready = prepared_to_choose("ZeRO 3" if slip else "ZeRO 2", overrides=("run.gradients-stale",))
+    window(ready, 0, 0, 1)
+    weight = ready.unwrap().of[1].weight
+    held = getattr(weight, "ds_tensor", weight)
+    before = held.detach().clone()
+    window(ready, 0, 0)
+    return far(held, before)
+
+
 DEEPSPEED_HARMS: dict[str, Callable[..., float]] = {
     "loop.inner-optimizer-stepped": stepped_inside,
     "loop.engine-counts-backwards": counted_twice,
     "run.overwritten": loaded_in_the_loop,
     "run.frozen": frozen_in_the_loop,
+    "run.gradients-stale": left_out_of_a_window,
 }
 """Rule to what shows its harm, with the slip and without it."""
 

@@ -359,3 +359,127 @@ def test_an_error_that_is_accepted_after_the_first_step_is_in_the_attestation_at
     ready.model.used.weight.grad = torch.ones(4, 4)
     ready.backward(ready.model(torch.ones(2, 4)).sum())
     assert ready.attestation.overridden == (rule,)
+
+
+def decayed(rank: int, world: int, engine: str) -> tuple[str, bool]:
+    """What is warned of a layer that has no part in the loss, and whether weight decay moves it."""
+    del rank, world
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+        from tests.support.deepspeed_cpu import lean
+
+        lean()
+    torch.manual_seed(0)
+    cfg = pk.Config(engine=ENGINES[engine], optimizer=pk.optim.SGD(lr=0.1, weight_decay=0.5))
+    ready = pk.apply(pk.build_plan(cfg, Partly()))
+    before = values(ready)[2:]
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        ready.backward(ready.model(torch.ones(2, 4)).sum())
+        ready.step()
+    told = [str(one.message) for one in heard if "run.without-gradient" in str(one.message)]
+    return "".join(told), values(ready)[2:] != before
+
+
+@pytest.mark.parametrize("engine", ["FSDP1", "FSDP2", "ZeRO 0", "ZeRO 2", "ZeRO 3"])
+def test_the_warning_says_what_the_engine_does_with_a_parameter_without_a_gradient(gang2: Gang, engine: str) -> None:
+    (told, moved), _ = gang2.run(decayed, engine, timeout=90)
+    assert (f"{engine} steps them with zeros" in told) is moved is engine.startswith("ZeRO")
+    assert ("leaves them alone, but steps with zeros where another" in told) is (engine == "FSDP1")
+    assert ("Nothing, where a batch may leave layers out" in told) is (engine == "FSDP2")
+
+
+class Chosen(nn.Module):
+    """Two layers of one shape; the caller says which a batch goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of, self.last = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        for at in chosen:
+            x = x + (at + 1) * self.of[at](x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def prepared_to_choose(engine: str, **options: Any) -> Any:
+    if engine.startswith("ZeRO"):
+        pytest.importorskip("deepspeed")
+        from tests.support.deepspeed_cpu import lean
+
+        lean()
+    wraps = {"FSDP1": pk.FSDP1(wrap=pk.wrap.WrapPaths(("of.0", "of.1"))), "FSDP2": pk.FSDP2(wrap=pk.wrap.WrapRoot())}
+    torch.manual_seed(0)
+    cfg = pk.Config(engine={**ENGINES, **wraps}[engine], optimizer=pk.optim.SGD(lr=0.1), **options)
+    return pk.apply(pk.build_plan(cfg, Chosen()))
+
+
+def window(ready: Any, rank: int, *chosen: int) -> str:
+    """What refuses a window through these layers."""
+    try:
+        ready.backward(ready.model(torch.full((2, 4), rank + 1.0), chosen).sum())
+        ready.step()
+    except RunRefused as error:
+        return str(error)
+    return ""
+
+
+def each_its_own(rank: int, world: int, engine: str, before: int) -> tuple[list[str], str]:
+    """What refuses windows through both layers, and then one in which each rank takes another."""
+    del world
+    ready = prepared_to_choose(engine)
+    return [window(ready, rank, 0, 1) for _ in range(before)], window(ready, rank, rank)
+
+
+@pytest.mark.parametrize(("engine", "before"), [("ZeRO 2", 0), ("ZeRO 2", 3), ("FSDP2", 3), ("FSDP1", 3)])
+def test_ranks_with_gradients_of_other_parameters_are_refused_in_any_window_that_is_looked_at(
+    gang2: Gang, engine: str, before: int
+) -> None:
+    for together, apart in gang2.run(each_its_own, engine, before, timeout=90):
+        assert together == [""] * before
+        assert "error run.gradients-on-some-ranks at model.of.0.weight: 2 parameters with a gradient on some" in apart
+        assert ("has added gradients of other parameters to them" in apart) is (engine != "FSDP1")
+        assert ("FSDP2(reduce_unused=True) reduces zeros where every rank runs" in apart) is (engine == "FSDP2")
+
+
+def mixed(rank: int, world: int) -> tuple[float, float, float]:
+    """How far a layer of rank 0's alone moves where nothing refuses it, by its own gradient, and by both layers'."""
+    del world
+    ready, plain = prepared_to_choose("ZeRO 2", overrides=("run.gradients-on-some-ranks",)), Chosen()
+    start = ready.unwrap().of[0].weight.detach().clone()
+    plain.load_state_dict({name: value.detach().clone() for name, value in ready.unwrap().state_dict().items()})
+    window(ready, rank, rank)
+    moved = float((start - ready.unwrap().of[0].weight.detach()).sum())
+    for at in range(2):
+        (plain(torch.full((2, 4), at + 1.0), (at,)).sum() / 2).backward()
+    own, other = (0.1 * float(layer.weight.grad.sum()) for layer in plain.of)  # type: ignore[union-attr, arg-type]
+    return moved, own, own + other
+
+
+def test_zero_2_adds_up_gradients_of_layers_of_which_each_rank_takes_another(gang2: Gang) -> None:
+    for moved, own, both in gang2.run(mixed, timeout=90):
+        assert moved == pytest.approx(both, rel=1e-4)
+        assert abs(own - both) > 0.5
+
+
+def left_out_later(rank: int, world: int, engine: str, before: int) -> tuple[list[str], str, str]:
+    """What refuses windows through both layers, one through the first alone, and one that nothing refuses after it."""
+    del world
+    ready = prepared_to_choose(engine)
+    return [window(ready, rank, 0, 1) for _ in range(before)], window(ready, rank, 0), window(ready, rank, 0, 1)
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_zero_3_refuses_to_step_with_the_gradient_of_an_earlier_window_whichever_it_is(
+    gang2: Gang, before: int
+) -> None:
+    for together, without, _ in gang2.run(left_out_later, "ZeRO 3", before, timeout=90):
+        assert together == [""] * before
+        assert "error run.gradients-stale at model.of.1.weight: ZeRO 3 is about to step 1 parameter with" in without
+
+
+@pytest.mark.parametrize("engine", ["FSDP2", "ZeRO 2"])
+def test_a_layer_that_all_ranks_leave_out_later_is_no_error_where_nothing_stale_is_stepped(
+    gang2: Gang, engine: str
+) -> None:
+    assert gang2.run(left_out_later, engine, 1, timeout=90) == [([""], "", "")] * 2

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import GradientFacts
 from prepkit.objects import fsdp1_flat, names
+from prepkit.objects.deepspeed import zero_stage
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.averaging import prepared_params
 from prepkit.observe.prepared.optimizers import inner
@@ -60,8 +62,8 @@ class Gradient:
     """Number of the optimizer that steps the parameter; None: nobody does."""
 
 
-def gradients(model: Module, optimizers: Iterable[Any]) -> Iterator[Gradient]:
-    """The gradients of all trained parameters, in the order of the model.
+def gradients(model: Module, optimizers: Iterable[Any], *, values: bool = True) -> Iterator[Gradient]:
+    """The gradients of all trained parameters, in the order of the model; ``values``: else only whether they are there.
 
     Under FSDP1 a rank holds a shard of each flat parameter, in which a named one may have no element.
     """
@@ -75,16 +77,20 @@ def gradients(model: Module, optimizers: Iterable[Any]) -> Iterator[Gradient]:
         shard = shards.pop(name, None)
         holder = param if shard is None or shard.original else shard.flat
         if "_flat_param" not in name and holder.requires_grad:
-            yield _of(name, holder, steps.get(id(holder)), here=shard is None or shard.last > shard.first)
+            here = shard is None or shard.last > shard.first
+            yield _of(name, holder, steps.get(id(holder)), here=here, values=values)
     for name, shard in shards.items():  # of which nothing but the flat parameter is left
         if shard.flat.requires_grad:
-            yield _of(name, shard.flat, steps.get(id(shard.flat)), here=shard.last > shard.first)
+            yield _of(name, shard.flat, steps.get(id(shard.flat)), here=shard.last > shard.first, values=values)
 
 
-def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool) -> Gradient:
+def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool, values: bool) -> Gradient:
     grad = param.grad
     if grad is None:
         return Gradient(name=name, missing=here and local(param).numel() > 0, largest=None, optimizer=optimizer)
+    if not values:
+        there = torch.zeros(()) if here and local(param).numel() else None
+        return Gradient(name=name, missing=False, largest=there, optimizer=optimizer)
     part = _values(local(grad).detach())
     placed = grad.placements == param.placements if isinstance(grad, DTensor) and isinstance(param, DTensor) else True
     misplaced = not placed or grad.dtype != param.dtype
@@ -174,7 +180,7 @@ def judged(
     """
     _, most = spread(None, own)
     missing, there, spoiled, misplaced, largest, _, _ = most.reshape(NUMBERS, -1)
-    some = missing * there if reduced else missing * 0
+    some = missing * there if zero_stage(model) != 0 else missing * 0  # stage 0 puts zeros where there is none
     far = torch.zeros(len(looked), dtype=torch.bool)
     compared: set[str] = set()
     for group, alike in groups if reduced else ():
@@ -199,7 +205,14 @@ def judged(
         compared=tuple(one.name for one in looked if one.name in compared),
         parted=parted,
         not_chosen=_not_chosen(model, [one for one in looked if one.name not in missed], missed) if missed else (),
+        by=_reducer(model),
     )
+
+
+def _reducer(model: Module) -> str:
+    if (stage := zero_stage(model)) is not None:
+        return f"ZeRO {stage}"
+    return "FSDP2" if isinstance(model, FSDPModule) else "FSDP1" * isinstance(model, FullyShardedDataParallel)
 
 
 def _not_chosen(model: Module, given: Sequence[Gradient], missing: Mapping[str, Gradient]) -> tuple[str, ...]:
@@ -275,28 +288,70 @@ def _replicated(params: dict[str, Any], axis: str) -> frozenset[str]:
 
 @define
 class Watched:
-    """The gradients of an engine that takes them away as they come, such as DeepSpeed's, noted in one window."""
+    """The gradients of an engine that takes them away as they come, such as DeepSpeed's.
+
+    Their values are noted in the first window, and in every one whether there are any. The hooks that note the latter
+    are functions of C, so that a micro-batch costs no call of Python: ``dict.pop`` gives None for what it has found,
+    and else the gradient that it was called with, neither of which changes the gradient.
+    """
 
     model: Module
     seen: dict[str, Tensor] = field(factory=dict)
     """Name to the largest absolute value among the gradients of this rank's micro-batches, before any reduction."""
+    left: dict[str, None] = field(factory=dict)
+    """Names without a gradient in this window, on this rank."""
+    earlier: set[str] = field(factory=set)
+    """Names with one in an earlier window."""
+    keeps: bool = False
+    """Whether the engine steps with a gradient of an earlier window where there is none in this one."""
     hooks: list[Any] = field(factory=list)
+    """Those of the first window."""
+    lasting: list[Any] = field(factory=list)
+    """Those of every window."""
+    _hooked: tuple[str, ...] = ()
 
     def begin(self) -> None:
         """Hooks every trained parameter (``Tensor.register_hook``), which changes no gradient."""
-        for name, param in names.named_parameters(self.model).items():
-            if param.requires_grad and hasattr(param, "register_hook"):  # MS-AMP's scaled weights have none
-                self.hooks.append(param.register_hook(self._note(name)))  # type: ignore[no-untyped-call]
+        self.keeps = zero_stage(self.model) == 3
+        for name, param in self._trained():
+            if hasattr(param, "register_hook"):  # MS-AMP's scaled weights have none
+                self.hooks.append(param.register_hook(self._note(name)))
+                self.lasting.append(param.register_hook(partial(self.left.pop, name)))
+                self._hooked += (name,)
+        self.left.update(dict.fromkeys(self._hooked))
 
-    def end(self) -> Iterator[Gradient]:
-        """Takes the hooks away, and gives what they saw."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-        for name, param in names.named_parameters(self.model).items():
-            if param.requires_grad:
-                missing = name not in self.seen and hasattr(param, "register_hook")
-                yield Gradient(name=name, missing=missing, largest=self.seen.get(name))
+    def gradients(self, *, values: bool) -> Iterator[Gradient]:
+        """What the hooks saw in this window; of every one but the first only whether there is a gradient."""
+        there = torch.zeros(())
+        for name, param in self._trained():
+            known, missing = hasattr(param, "register_hook"), name in self.left
+            largest = self.seen.get(name) if values else there if known and not missing else None
+            yield Gradient(name=name, missing=missing, largest=largest)
+
+    def stale(self) -> tuple[str, ...]:
+        """What trains and has no gradient in this window on this rank, and has an old one that would be stepped."""
+        if not (self.keeps and self.left and self.earlier):
+            return ()
+        trained = dict(self._trained())
+        return tuple(name for name in self.left if name in self.earlier and name in trained)
+
+    def turn(self) -> None:
+        """Goes on to the next window, of which no values are noted."""
+        self._forget(self.hooks)
+        self.earlier.update(name for name in self._hooked if name not in self.left)
+        self.left.update(dict.fromkeys(self._hooked))
+
+    def end(self) -> None:
+        """Takes all hooks away."""
+        self._forget(self.hooks)
+        self._forget(self.lasting)
+
+    def _trained(self) -> Iterator[tuple[str, Any]]:
+        return ((name, param) for name, param in names.named_parameters(self.model).items() if param.requires_grad)
+
+    def _forget(self, hooks: list[Any]) -> None:
+        while hooks:
+            hooks.pop().remove()
 
     def _note(self, name: str) -> Any:
         def note(grad: Tensor) -> None:

@@ -111,9 +111,9 @@ class StepLook:
         )
         return evolve(self.overwritten(), running=((before, now),), ddp=ddp)
 
-    def gradients(self) -> tuple[Gradient, ...]:
+    def gradients(self, *, values: bool = True) -> tuple[Gradient, ...]:
         """The gradients of all that trains, on this rank; stepped, where an optimizer holds tensors of its own."""
-        found = tuple(gradients(self.model, self.optimizers))
+        found = tuple(gradients(self.model, self.optimizers, values=values))
         masters = all(one.optimizer is None for one in found)
         return tuple(evolve(one, optimizer=0) for one in found) if masters else found
 
@@ -135,8 +135,8 @@ class StepLook:
         """Options, draws, losses and, with ``Need.GRADIENTS``, gradients, over all ranks.
 
         Collective, and waits for the device.
-        ``reduced``: replicas hold what is averaged already. ``scaled``: an overflow of float16 is expected, and the
-        scaler's affair.
+        ``reduced``: replicas hold what is averaged already, and are compared. ``scaled``: an overflow of float16 is
+        expected, and the scaler's affair.
         """
         looked = seen if Need.GRADIENTS in needs else ()
         held, draws = options(self.optimizers), generator(self.plan.facts.env.device)

@@ -56,7 +56,7 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Every parameter that is stepped has a gradient, on all ranks that hold it.",
         (
             *("run.steps-nothing", "run.gradients-waited-for", "run.gradients-on-some-ranks", "run.without-gradient"),
-            *("run.left-out", "run.gradients-misplaced"),
+            *("run.left-out", "run.gradients-misplaced", "run.gradients-stale"),
         ),
     ),
     (

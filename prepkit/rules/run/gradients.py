@@ -29,7 +29,21 @@ def _without(facts: RunFacts) -> Iterator[Hit]:
         chosen = _chosen(facts)
         if missing := [name for name in found.missing if name not in chosen]:
             what = f"{count(len(missing), 'parameter')} of {found.stepped} that are about to be stepped"
-            yield Hit(at(missing[0]), f"{what} have no gradient: {some(missing)}.")
+            yield Hit(at(missing[0]), f"{what} have no gradient: {some(missing)}.", _stepped_without(found.by))
+
+
+def _stepped_without(by: str) -> str:
+    """What to mend where the optimizer does not leave alone what has no gradient; empty: it does."""
+    match by:
+        case "ZeRO 3":
+            then = f"{by} steps them with zeros until they have one, and with the last one in windows without one"
+        case "ZeRO 0" | "ZeRO 1" | "ZeRO 2":
+            then = f"{by} steps them with zeros, so that momentum and weight decay move them; DDP leaves them alone"
+        case "FSDP1":
+            then = f"{by} leaves them alone, but steps with zeros where another parameter of their unit has a gradient"
+        case _:
+            return ""
+    return f"{then}. Nothing, where that is meant. {_ELSE}"
 
 
 def _chosen(facts: RunFacts) -> set[str]:
@@ -94,7 +108,17 @@ def _on_some_ranks(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
     if found is not None and found.on_some_ranks:
         what = f"{count(len(found.on_some_ranks), 'parameter')} with a gradient on some ranks, and none on others"
-        yield Hit(at(found.on_some_ranks[0]), f"{what}: {some(found.on_some_ranks)}.")
+        mixed = f" {found.by} has added gradients of other parameters to them." if found.by in _IN_A_ROW else ""
+        fix = f"{_SAME} {_REDUCE_UNUSED}" if found.by == "FSDP2" else ""
+        yield Hit(at(found.on_some_ranks[0]), f"{what}: {some(found.on_some_ranks)}.{mixed}", fix)
+
+
+def _stale(facts: RunFacts) -> Iterator[Hit]:
+    """ZeRO 3 keeps the gradient of each parameter, and writes those alone that a backward brings (``stage3.py``)."""
+    found = facts.gradients
+    if found is not None and found.stale:
+        what = f"ZeRO 3 is about to step {count(len(found.stale), 'parameter')} with the gradient of an earlier window"
+        yield Hit(at(found.stale[0]), f"{what}, as this one has none: {some(found.stale)}.")
 
 
 def _misplaced(facts: RunFacts) -> Iterator[Hit]:
@@ -105,6 +129,16 @@ def _misplaced(facts: RunFacts) -> Iterator[Hit]:
 
 
 _BOTH = (Moment.FIRST_STEP, Moment.AUDIT)
+
+_IN_A_ROW = ("FSDP2", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+"""What lays gradients one after another as there are any, and reduces the row: other ranks' are of other parameters."""
+
+_ELSE = "Else freeze what takes no part in the loss; look for a .detach(), .item() or no_grad() on the way to it."
+_SAME = "Run the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out."
+_REDUCE_UNUSED = (
+    "FSDP2(reduce_unused=True) reduces zeros where every rank runs the unit that holds them, but cannot help with a "
+    "unit that only some ranks run."
+)
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -134,11 +168,23 @@ RULES: tuple[Rule, ...] = (
         id="run.gradients-on-some-ranks",
         summary="A parameter has a gradient on every rank that holds some of it, or on none.",
         check=_on_some_ranks,
-        at=_BOTH,
+        at=(Moment.FIRST_STEP, Moment.DUE, Moment.AUDIT),
         needs=(Need.GRADIENTS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="Run the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out.",
-        source=("torch fully_shard",),
+        fix=_SAME,
+        source=("torch fully_shard", "deepspeed stage_1_and_2.py"),
+    ),
+    Rule(
+        id="run.gradients-stale",
+        summary="No parameter is stepped with the gradient of an earlier window.",
+        check=_stale,
+        at=(Moment.STEP,),
+        needs=(Need.GRADIENTS,),
+        fix=(
+            "Add `0 * layer(x).sum()` to the loss where a batch leaves a layer out, or take DeepSpeed(stage=2), which "
+            "steps with zeros then, or FSDP2, which leaves the layer alone."
+        ),
+        source=("deepspeed stage3.py",),
     ),
     Rule(
         id="run.gradients-part",
@@ -184,10 +230,7 @@ RULES: tuple[Rule, ...] = (
         check=_without,
         at=_BOTH,
         needs=(Need.GRADIENTS,),
-        fix=(
-            "Nothing, where a batch may leave layers out, as experts and mask tokens. Else freeze what takes no part "
-            "in the loss; look for a .detach(), .item() or no_grad() on the way to it."
-        ),
+        fix=f"Nothing, where a batch may leave layers out, as experts and mask tokens. {_ELSE}",
         severity=Severity.WARNING,
         source=("K-H1", "pain 26"),
     ),
