@@ -10,7 +10,7 @@ from attrs import frozen
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
-from prepkit.facts.window import CourseFacts, OddSample, WindowFacts
+from prepkit.facts.window import CourseFacts, GradientFacts, OddSample, WindowFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
 """What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
@@ -186,38 +186,6 @@ class RankFacts:
     """Digest of the optimizers' state of parameters that every rank steps alike."""
     held: str = ""
     """Digest of the names of parameters that its optimizers hold."""
-
-
-@frozen(kw_only=True)
-class GradientFacts:
-    """The gradients that an optimizer is about to step."""
-
-    stepped: int
-    """Parameters of the model that an optimizer holds and that train."""
-    missing: tuple[str, ...] = ()
-    """Those of them without a gradient on a rank that holds some of their elements."""
-    awaited: tuple[str, ...] = ()
-    """Those without one among all that train, which DDP waits for whether they are stepped or not."""
-    spoiled: tuple[str, ...] = ()
-    """Those that train, stepped or not, whose gradient has NaN or infinite elements on a rank: they spoil a norm."""
-    zero: bool = False
-    """True if every gradient there is holds zeros only, on all ranks."""
-    compared: tuple[str, ...] = ()
-    """Those whose gradient several ranks hold the same of, so that it was compared."""
-    parted: tuple[str, ...] = ()
-    """Those among them whose gradient is further apart over these ranks than rounding brings it."""
-    misplaced: tuple[str, ...] = ()
-    """Those whose gradient has not the placements or the dtype of the parameter."""
-    on_some_ranks: tuple[str, ...] = ()
-    """Those that have a gradient on some ranks, and none on others that hold a part of them."""
-    not_chosen: tuple[str, ...] = ()
-    """Those without one that a batch may leave out: a member of a ModuleList, or an optimizer's whole turn."""
-    divided: tuple[str, ...] = ()
-    """Those that some ranks step, and others do not: there they count alone."""
-    stale: tuple[str, ...] = ()
-    """Those without one in this window, of which ZeRO 3 keeps that of an earlier one and steps with it."""
-    by: str = ""
-    """What reduces them: ``FSDP1``, ``FSDP2`` or ``ZeRO`` with its stage; empty: DDP, hooks, or nothing."""
 
 
 @frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""What a script did up to its first optimizer step, seen from outside of it."""
+"""What a script did up to its first optimizer step, seen from outside of it; gradients before a step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,40 @@ from attrs import frozen
 OddSample = Literal["", "shifted", "unmasked", "counted"]
 """What is wrong in a sample of a causal language model: labels that are shifted already, pads without a mask, pads that
 count as labels."""
+
+
+@frozen(kw_only=True)
+class GradientFacts:
+    """The gradients that an optimizer is about to step."""
+
+    stepped: int
+    """Parameters of the model that an optimizer holds and that train."""
+    missing: tuple[str, ...] = ()
+    """Those of them without a gradient on a rank that holds some of their elements."""
+    awaited: tuple[str, ...] = ()
+    """Those without one among all that train, which DDP waits for whether they are stepped or not."""
+    spoiled: tuple[str, ...] = ()
+    """Those that train, stepped or not, whose gradient has NaN or infinite elements on a rank: they spoil a norm."""
+    zero: bool = False
+    """True if every gradient there is holds zeros only, on all ranks."""
+    compared: tuple[str, ...] = ()
+    """Those whose gradient several ranks hold the same of, so that it was compared."""
+    parted: tuple[str, ...] = ()
+    """Those among them whose gradient is further apart over these ranks than rounding brings it."""
+    misplaced: tuple[str, ...] = ()
+    """Those whose gradient has not the placements or the dtype of the parameter."""
+    on_some_ranks: tuple[str, ...] = ()
+    """Those that have a gradient on some ranks, and none on others that hold a part of them."""
+    not_chosen: tuple[str, ...] = ()
+    """Those without one that a batch may leave out: a member of a ModuleList, or an optimizer's whole turn."""
+    divided: tuple[str, ...] = ()
+    """Those that some ranks step, and others do not: there they count alone."""
+    stale: tuple[str, ...] = ()
+    """Those without one in this window, of which ZeRO 3 keeps that of an earlier one and steps with it."""
+    by: str = ""
+    """What reduces them: ``FSDP1``, ``FSDP2`` or ``ZeRO`` with its stage; empty: DDP, hooks, or nothing."""
+    apart_before: bool = False
+    """Whether ranks had gradients of other parameters in a micro-batch since they were asked last."""
 
 
 @frozen(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.court import Court
-from prepkit.facts.run import GradientFacts, LoopFacts, RunFacts
+from prepkit.facts.run import LoopFacts, RunFacts
+from prepkit.facts.window import GradientFacts
 from prepkit.findings import Finding
 from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import saved_in_parts
-from prepkit.observe.prepared.gradients import Watched
+from prepkit.observe.prepared.gradients import Watched, reducer
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
@@ -73,9 +75,15 @@ class Looks:
     """Windows before whose step this rank was looked at by itself."""
     _together: int = field(default=0, init=False)
     """Windows before whose step all ranks were; a loop of the user's own has none."""
-
+    _notes: bool = field(default=False, init=False)
+    """Whether ranks add up gradients of other parameters where they have other ones, so that these are noted."""
+    _given: int = field(default=0, init=False)
+    """A digest of which parameters had gradients in each window since ranks were asked last."""
     _compared: tuple[int, ...] = field(default=(0,) * STREAMS, init=False)
     """What this rank's streams had begun with when ranks were asked last."""
+
+    def __attrs_post_init__(self) -> None:
+        self._notes = self.plan.world_size > 1 and self._collective and bool(self.look.sharded)
 
     @property
     def _collective(self) -> bool:
@@ -86,6 +94,7 @@ class Looks:
         """Notes gradients from now on, as they come."""
         self._watched = Watched(model)
         self._watched.begin()
+        self._notes = self.plan.world_size > 1 and self._collective and self._watched.mixes
 
     def unwatch(self) -> None:
         """Notes none from now on."""
@@ -115,10 +124,26 @@ class Looks:
         self._alone += 1
         if self.look.written:
             self.court.ask(Moment.STEP, self.look.overwritten())
-        if self._watched is not None and (stale := self._watched.stale()):
-            self.court.ask(Moment.STEP, RunFacts(gradients=GradientFacts(stepped=len(stale), stale=stale)))
+        if self._watched is not None:
+            self._ask_stale(self._watched)
         if due(self._alone) and self._collective:
             self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
+
+    def after_micro_batch(self) -> None:
+        """Raises ``RunRefused`` where the engine would add to gradients of an earlier window; inside a window."""
+        if self._watched is not None:
+            self._ask_stale(self._watched)
+            if self._notes:
+                self._note()
+            self._watched.part()
+
+    def _ask_stale(self, watched: Watched) -> None:
+        if stale := watched.stale():
+            self.court.ask(Moment.STEP, RunFacts(gradients=GradientFacts(stepped=len(stale), stale=stale)))
+
+    def _note(self) -> None:
+        there = self.look.there() if self._watched is None else self._watched.there()
+        self._given = zlib.crc32(there, self._given)
 
     def before_saving(self, passes: Passes | None = None) -> None:
         """Raises ``RunRefused`` where a checkpoint or an export would hold other weights than those in the model.
@@ -136,7 +161,9 @@ class Looks:
         ``loss`` is that of the last micro-batch. Collective in the windows that are due, which wait for the device.
         """
         self._together += 1
-        passes.stepping()
+from prepkit.observe.prepared.around import saved_in_parts
+from prepkit.observe.prepared.gradients import Watched, reducer
+from prepkit.observe.prepared.ranks import buffers_apart
         asked = self._asked_before_step(loss, epoch, passes)
         if self._watched is not None:  # what was noted is kept while it refuses: the story stays the same
             self._watched.turn()
@@ -144,7 +171,7 @@ class Looks:
 
     def _asked_before_step(self, loss: Loss | None, epoch: int, passes: Passes) -> tuple[Asked, ...]:
         first = not self._done
-        once = _over_ranks(Moment.FIRST_STEP) * first
+        once = _over_ranks(Moment.FIRST_STEP) if first else ()
         often: tuple[Rule, ...] = ()
         if self._collective and (due(self._together) or self._waits()):
             often = tuple(rule for rule in _over_ranks(Moment.DUE) if rule not in once)
@@ -158,12 +185,14 @@ class Looks:
             self._loop(loss, passes),
             tuple(look(values=first)),
             own_pass=epoch,
+            given=self._given,
             reduced=watched is None and first,  # later on only whether they are there is asked
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
         facts = evolve(facts, **saved_in_parts(self.look.model)) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
+        self._given = 0
         if not first:
             return ()
         self._done = True
@@ -183,13 +212,19 @@ class Looks:
         return False
 
     def before_close(self, passes: Passes) -> tuple[Finding, ...]:
-        """What there is to say of streams begun since ranks were asked last. Collective where there are any."""
+        """What there is to say of streams begun, and of gradients, since ranks were asked last.
+
+        Collective where there are any streams, or gradients that ranks could have mixed.
+        """
+        apart = self._notes and self.look.apart(self._given)
+        facts = RunFacts(gradients=GradientFacts(stepped=0, apart_before=apart, by=reducer(self.look.model)))
+        mixed = findings_of((by_id()["run.gradients-on-some-ranks"],), facts) if apart else ()
         if not (self._collective and passes.divides_streams):
-            return ()
+            return mixed
         since = zip(passes.streams, self._compared, strict=True)
         own = tuple(now if now != before else 0 for now, before in since)
         loop = evolve(self._loop(None, passes), streams=self.look.streams(own))
-        return findings_of((by_id()["run.orders-apart"],), RunFacts(loop=loop))
+        return (*mixed, *findings_of((by_id()["run.orders-apart"],), RunFacts(loop=loop)))
 
     def before_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Raises ``RunRefused`` for state that is whole where the parameter is sharded; torch would fail later."""

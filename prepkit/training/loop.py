@@ -63,6 +63,8 @@ class Loop:
     whole_gradients: WholeGradients | XLAGradients | None = None
     before_averaging: Callable[[], None] = lambda: None
     """Asks on this rank alone whether the model is still the one that was prepared."""
+    after_micro_batch: Callable[[], None] = lambda: None
+    """Asks on this rank alone inside a window, where the engine takes gradients away as they come."""
     before_step: Callable[[], None] = lambda: None
     """Asks on all ranks what is due before the optimizer acts."""
     before_state: Callable[..., None] = lambda *_: None
@@ -276,6 +278,7 @@ class Loop:
         for order in todo:
             if isinstance(order, orders.StepEngine):
                 self._step_engine(order, None)
+                self.after_micro_batch()
             else:
                 self._carry_out(order)
 

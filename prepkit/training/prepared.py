@@ -138,6 +138,7 @@ class Prepared:
             clip=plan.owners.clip,
             whole_gradients=self._whole_gradients,
             before_averaging=self._looks.before_averaging,
+            after_micro_batch=self._looks.after_micro_batch,
             before_step=_asking(self),
             before_state=self._looks.before_state,
             before_weights=self._looks.before_weights,

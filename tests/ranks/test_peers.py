@@ -300,6 +300,10 @@ def test_ranks_that_wait_for_each_other_in_vain_say_what_each_called_last(monkey
     said = [str(rank.lost(RuntimeError("gloo: timed out"))) for rank in ranks]
     assert "let every rank make the same calls. Their last calls were: rank 0 in ready.save(). torch" in said[0]
     assert "Their last calls were: rank 0 in ready.save(); ranks 1, 3 in ready.step(). torch says: gloo" in said[3]
+    for rank in ranks:
+        rank.last_call = "ready.backward()"
+    alike = [str(rank.lost(RuntimeError("gloo: timed out"))) for rank in ranks][-1]
+    assert "ranks 0, 1, 2, 3 in ready.backward(), where each may have run other layers: run the same on all" in alike
     with named(ranks[2], "ready.evaluating()"):
         assert ranks[2].last_call == "ready.evaluating()"
 

@@ -442,6 +442,32 @@ def test_ranks_with_gradients_of_other_parameters_are_refused_in_any_window_that
         assert ("FSDP2(reduce_unused=True) reduces zeros where every rank runs" in apart) is (engine == "FSDP2")
 
 
+def once_its_own(rank: int, world: int, engine: str, at: int) -> list[str]:
+    """What refuses five windows, in one of which each rank takes another layer, and the end."""
+    del world
+    ready = prepared_to_choose(engine)
+    said: list[str] = []
+    while len(said) < 5 and not any(said):
+        said.append(window(ready, rank, *((rank,) if len(said) + 1 == at else (0, 1))))
+    if not any(said):  # as close asks where apply has started the group
+        said += map(str, ready._looks.before_close(ready.loop.passes))
+    return said
+
+
+@pytest.mark.parametrize("engine", ["ZeRO 2", "FSDP2"])
+def test_gradients_of_other_parameters_in_a_window_that_nobody_looks_at_are_told_in_the_next_that_is(
+    gang2: Gang, engine: str
+) -> None:
+    for said in gang2.run(once_its_own, engine, 3, timeout=90):
+        assert said[:3] == ["", "", ""]
+        assert "error run.gradients-on-some-ranks at ready.step(): In an earlier micro-batch ranks had" in said[3]
+        assert "Go back to a checkpoint before its step." in said[3]
+    assert gang2.run(once_its_own, engine, 0, timeout=90) == [[""] * 5] * 2
+    for said in gang2.run(once_its_own, engine, 5, timeout=90):
+        assert said[:5] == [""] * 5
+        assert "In an earlier micro-batch ranks had" in said[5], "what nobody looks at any more is told by close"
+
+
 def mixed(rank: int, world: int) -> tuple[float, float, float]:
     """How far a layer of rank 0's alone moves where nothing refuses it, by its own gradient, and by both layers'."""
     del world
@@ -476,6 +502,32 @@ def test_zero_3_refuses_to_step_with_the_gradient_of_an_earlier_window_whichever
     for together, without, _ in gang2.run(left_out_later, "ZeRO 3", before, timeout=90):
         assert together == [""] * before
         assert "error run.gradients-stale at model.of.1.weight: ZeRO 3 is about to step 1 parameter with" in without
+
+
+def in_the_second_micro_batch(rank: int, world: int, engine: str) -> str:
+    """What refuses windows of two micro-batches, in the second of which the first leaves a layer out."""
+    del world
+    ready = prepared_to_choose(engine, accumulation=2)
+    return "".join(window(ready, rank, *chosen) for chosen in ((0,), (0, 1), (0, 1), (0, 1), (0,), (0, 1)))
+
+
+def test_zero_3_refuses_to_add_to_the_gradient_of_an_earlier_window(gang2: Gang) -> None:
+    for said in gang2.run(in_the_second_micro_batch, "ZeRO 3", timeout=90):
+        assert "error run.gradients-stale at model.of.1.weight: ZeRO 3 is about to step 1 parameter with" in said
+    assert gang2.run(in_the_second_micro_batch, "ZeRO 2", timeout=90) == [""] * 2
+
+
+def turned_about(rank: int, world: int, apart: int) -> list[str]:
+    """What refuses windows of two micro-batches in which each rank takes both layers, one after the other."""
+    del world
+    ready = prepared_to_choose("ZeRO 2", accumulation=2)
+    return [window(ready, rank, (rank * apart + at) % 2) for at in range(4)]
+
+
+def test_layers_that_ranks_take_in_other_micro_batches_of_a_window_are_found(gang2: Gang) -> None:
+    for said in gang2.run(turned_about, 1, timeout=90):
+        assert "ranks had gradients of other parameters, and ZeRO 2 has added them up" in said[1]
+    assert gang2.run(turned_about, 0, timeout=90) == [[""] * 4] * 2
 
 
 @pytest.mark.parametrize("engine", ["FSDP2", "ZeRO 2"])

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.facts.run import GradientFacts
+from prepkit.facts.window import GradientFacts
 from prepkit.objects import fsdp1_flat, names
 from prepkit.objects.deepspeed import zero_stage
 from prepkit.objects.local_part import local
@@ -205,11 +205,12 @@ def judged(
         compared=tuple(one.name for one in looked if one.name in compared),
         parted=parted,
         not_chosen=_not_chosen(model, [one for one in looked if one.name not in missed], missed) if missed else (),
-        by=_reducer(model),
+        by=reducer(model),
     )
 
 
-def _reducer(model: Module) -> str:
+def reducer(model: Module) -> str:
+    """What reduces the gradients of a model, as ``GradientFacts.by`` has it."""
     if (stage := zero_stage(model)) is not None:
         return f"ZeRO {stage}"
     return "FSDP2" if isinstance(model, FSDPModule) else "FSDP1" * isinstance(model, FullyShardedDataParallel)
@@ -299,11 +300,17 @@ class Watched:
     seen: dict[str, Tensor] = field(factory=dict)
     """Name to the largest absolute value among the gradients of this rank's micro-batches, before any reduction."""
     left: dict[str, None] = field(factory=dict)
-    """Names without a gradient in this window, on this rank."""
+    """Names without a gradient in this micro-batch, on this rank."""
+    absent: frozenset[str] = frozenset()
+    """Names without one in the micro-batches of this window before it."""
+    parts: int = 0
+    """How many those were."""
     earlier: set[str] = field(factory=set)
     """Names with one in an earlier window."""
     keeps: bool = False
     """Whether the engine steps with a gradient of an earlier window where there is none in this one."""
+    mixes: bool = False
+    """Whether gradients of ranks that have other ones are added up."""
     hooks: list[Any] = field(factory=list)
     """Those of the first window."""
     lasting: list[Any] = field(factory=list)
@@ -312,7 +319,8 @@ class Watched:
 
     def begin(self) -> None:
         """Hooks every trained parameter (``Tensor.register_hook``), which changes no gradient."""
-        self.keeps = zero_stage(self.model) == 3
+        stage = zero_stage(self.model)
+        self.keeps, self.mixes = stage == 3, stage != 0
         for name, param in self._trained():
             if hasattr(param, "register_hook"):  # MS-AMP's scaled weights have none
                 self.hooks.append(param.register_hook(self._note(name)))
@@ -324,27 +332,44 @@ class Watched:
         """What the hooks saw in this window; of every one but the first only whether there is a gradient."""
         there = torch.zeros(())
         for name, param in self._trained():
-            known, missing = hasattr(param, "register_hook"), name in self.left
+            known, missing = hasattr(param, "register_hook"), self._misses(name)
             largest = self.seen.get(name) if values else there if known and not missing else None
             yield Gradient(name=name, missing=missing, largest=largest)
 
+    def there(self) -> bytes:
+        """Which parameters have a gradient in this micro-batch, where ranks that differ in it reduce unlike rows."""
+        return bytes([name in self.left for name in self._hooked]) if self.left and self.mixes else b""
+
     def stale(self) -> tuple[str, ...]:
-        """What trains and has no gradient in this window on this rank, and has an old one that would be stepped."""
-        if not (self.keeps and self.left and self.earlier):
+        """What trains, has no gradient in the first micro-batch on this rank, and has an old one that would be stepped.
+
+        With another added to it where a later micro-batch brings one: the first alone writes over what was there.
+        """
+        if self.parts or not (self.keeps and self.left and self.earlier):
             return ()
         trained = dict(self._trained())
         return tuple(name for name in self.left if name in self.earlier and name in trained)
 
+    def part(self) -> None:
+        """Goes on to the next micro-batch of the window."""
+        self.absent = frozenset(self.left if not self.parts else self.absent & self.left.keys())
+        self.parts += 1
+        self.left.update(dict.fromkeys(self._hooked))
+
     def turn(self) -> None:
         """Goes on to the next window, of which no values are noted."""
         self._forget(self.hooks)
-        self.earlier.update(name for name in self._hooked if name not in self.left)
+        self.earlier.update(name for name in self._hooked if not self._misses(name))
+        self.parts = 0
         self.left.update(dict.fromkeys(self._hooked))
 
     def end(self) -> None:
         """Takes all hooks away."""
         self._forget(self.hooks)
         self._forget(self.lasting)
+
+    def _misses(self, name: str) -> bool:
+        return name in self.left and (not self.parts or name in self.absent)
 
     def _trained(self) -> Iterator[tuple[str, Any]]:
         return ((name, param) for name, param in names.named_parameters(self.model).items() if param.requires_grad)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,6 +50,8 @@ class StepLook:
     optimizers: tuple[Any, ...]
     """All that step."""
     _stood: dict[str, _Stood] = field(init=False)
+    sharded: tuple[Parameter, ...] = field(init=False)
+    """What FSDP2 shards, of what trained when the model was prepared."""
     _masters: bool = field(init=False)
     """Whether the weights in the model are copies, which DeepSpeed makes anew from its own in each step."""
     _written: int = field(init=False)
@@ -59,6 +62,7 @@ class StepLook:
         self._stood = {
             name: _Stood(param, param.requires_grad, dtype_name(param.dtype)) for name, param in found.items()
         }
+        self.sharded = tuple(param for param in found.values() if isinstance(param, DTensor) and param.requires_grad)
         self._masters = any(keeps_masters(one) for one in self.optimizers)
         self.settle()
 
@@ -117,6 +121,15 @@ class StepLook:
         masters = all(one.optimizer is None for one in found)
         return tuple(evolve(one, optimizer=0) for one in found) if masters else found
 
+    def there(self) -> bytes:
+        """Which shards of FSDP2 have a gradient: as on all ranks, or ranks reduce unlike rows of them."""
+        return bytes([param.grad is None for param in self.sharded])
+
+    def apart(self, digest: int) -> bool:
+        """Whether ranks have other ones. Collective."""
+        least, most = world().spread(torch.tensor([float(digest & 0xFFFFFF)]))
+        return bool(least != most)
+
     def streams(self, own: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """The least and the greatest digest of each stream over the ranks. Collective."""
         least, most = world().spread(torch.tensor(own))
@@ -129,24 +142,26 @@ class StepLook:
         seen: Sequence[Gradient] = (),
         *,
         own_pass: int = 0,
+        given: int = 0,
         reduced: bool = True,
         scaled: bool = False,
     ) -> RunFacts:
         """Options, draws, losses and, with ``Need.GRADIENTS``, gradients, over all ranks.
 
         Collective, and waits for the device.
-        ``reduced``: replicas hold what is averaged already, and are compared. ``scaled``: an overflow of float16 is
-        expected, and the scaler's affair.
+        ``given``: a digest of which parameters had gradients lately. ``reduced``: replicas hold what is averaged
+        already, and are compared. ``scaled``: an overflow of float16 is expected, and the scaler's affair.
         """
         looked = seen if Need.GRADIENTS in needs else ()
         held, draws = options(self.optimizers), generator(self.plan.facts.env.device)
         weights = self._replicas()
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
-        alone += [short_digest(weights), *map(float, loop.own_streams)]
+        alone += [short_digest(weights), float(given & 0xFFFFFF)]  # what float32 holds
+        alone += map(float, loop.own_streams)
         own = rows(looked)
         least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
         first = len(alone)
-        streams = zip(least[6:first].tolist(), most[6:first].tolist(), strict=True)
+        streams = zip(least[7:first].tolist(), most[7:first].tolist(), strict=True)
         apart = self.plan.data_parallel_size > 1 and world().carries_data
         facts = RunFacts(
             world_size=self.plan.world_size,
@@ -172,7 +187,8 @@ class StepLook:
             return (least[first:], most[first:]) if ranks.size == world().size else ranks.spread(values)
 
         same = replicas(self.model) if reduced else []
-        return evolve(facts, gradients=judged(looked, own, self.model, same, spread, reduced=reduced, scaled=scaled))
+        found = judged(looked, own, self.model, same, spread, reduced=reduced, scaled=scaled)
+        return evolve(facts, gradients=evolve(found, apart_before=bool(least[6] != most[6])))
 
     def _replicas(self) -> dict[str, int]:
         """Sums of the weights that DDP holds alike on every rank, and steps alike; without those it was told to ignore.

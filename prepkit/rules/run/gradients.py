@@ -111,6 +111,9 @@ def _on_some_ranks(facts: RunFacts) -> Iterator[Hit]:
         mixed = f" {found.by} has added gradients of other parameters to them." if found.by in _IN_A_ROW else ""
         fix = f"{_SAME} {_REDUCE_UNUSED}" if found.by == "FSDP2" else ""
         yield Hit(at(found.on_some_ranks[0]), f"{what}: {some(found.on_some_ranks)}.{mixed}", fix)
+    elif found is not None and found.apart_before:
+        what = f"In an earlier micro-batch ranks had gradients of other parameters, and {found.by} has added them up."
+        yield Hit("ready.step()", what, f"Go back to a checkpoint before its step. {_SAME}")
 
 
 def _stale(facts: RunFacts) -> Iterator[Hit]:
