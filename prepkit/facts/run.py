@@ -242,9 +242,8 @@ class LoopFacts:
     own_streams: tuple[int, ...] = ()
     """The digests of this rank; as many on each."""
     loss_finite: bool = True
-    """Whether the last loss is a number on every rank."""
     own_loss_finite: bool = True
-    """Whether it is on this rank."""
+    """Whether the last loss is a number on this rank; ``loss_finite``: on every rank."""
     loaders: int = 0
     """Loaders that were prepared."""
     read: bool = True
@@ -252,8 +251,7 @@ class LoopFacts:
     apart: int = 0
     """Steps since a batch of one of them was read or in use, this one among them, where there was one in use before."""
     divides: Literal["", "given", "nobody"] = ""
-    """What divides the samples over the ranks: the loaders that were given, or nobody where none was given; empty:
-    there is nothing to divide, or the config says that it is done."""
+    """What divides samples over the ranks: loaders that were given, or nobody; empty: nothing has to be, or is here."""
     readers: int = 1
     """Ranks that should read other samples."""
 

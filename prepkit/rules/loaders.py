@@ -66,7 +66,9 @@ def _no_batch(resolved: Resolved) -> Iterator[Hit]:
     for index, loader in enumerate(resolved.facts.loaders if resolved.facts.env.world_size == 1 else ()):
         if isinstance(loaders.choice(resolved.cfg, index), ShardLoaders) and loaders.batches(loader) == 0:
             has = f"of {count(loader.length, 'sample')} " if loader.length else ""
-            yield Hit(f"loaders[{index}]", f"It has no batch {has}now: a loop over it does nothing.", milder=True)
+            what = f"It has no batch {has}now: a loop over it does nothing."
+            fix = "Nothing, where its data come before its first pass; else look at the data set, and at drop_last."
+            yield Hit(f"loaders[{index}]", what, fix, milder=True)
     for where, loader, how in _split(resolved):
         size = loaders.batch_size(how, loader, parts)
         if loader.custom_batches and loader.batches is not None:
