@@ -103,7 +103,8 @@ class Looks:
                 self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
         # a user's torch.compile(ready.model) takes hooks in: what looks at Python objects is nothing to trace
-        yield model.register_forward_pre_hook(torch.compiler.disable(ask), prepend=True)
+        untraced = torch.compiler.disable(ask)  # type: ignore[no-untyped-call]  # torch has no types
+        yield model.register_forward_pre_hook(untraced, prepend=True)
 
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
@@ -147,7 +148,7 @@ class Looks:
             reduced=watched is None,
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        facts = evolve(facts, **saved_in_parts(self.look.model)) if first else facts
+        facts = saved_in_parts(self.look.model, facts) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:
