@@ -148,7 +148,7 @@ class Looks:
             reduced=watched is None,
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        facts = saved_in_parts(self.look.model, facts) if first else facts
+        facts = evolve(facts, saves_shards=saved_in_parts(self.look.model)) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         if not first:

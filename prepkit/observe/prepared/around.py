@@ -12,11 +12,9 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
-from attrs import evolve
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from prepkit.facts.run import RunFacts
 from prepkit.objects import names
 from prepkit.objects.bare_tree import SAVE, is_sharded
 
@@ -126,9 +124,9 @@ def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
     return raw and inside, bool(counting) and not counted and not inside
 
 
-def saved_in_parts(model: nn.Module, facts: RunFacts) -> RunFacts:
-    """Add where the caller's files would write shards of a model."""
-    return evolve(facts, saves_shards=saves_shards(model), saves_state=saves_state(model))
+def saved_in_parts(model: nn.Module) -> tuple[str, ...]:
+    """Where the caller's files would write shards of a model."""
+    return (*saves_shards(model), *saves_state(model))
 
 
 def saves_shards(model: nn.Module) -> tuple[str, ...]:
