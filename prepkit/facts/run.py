@@ -251,7 +251,7 @@ class LoopFacts:
     apart: int = 0
     """Steps since a batch of one of them was read or in use, this one among them, where there was one in use before."""
     divides: Literal["", "given", "nobody"] = ""
-    """What divides samples over the ranks: loaders that were given, or nobody; empty: nothing has to be, or is here."""
+    """What divides samples over ranks: loaders that were given, or nobody; empty: nothing is to be divided."""
     readers: int = 1
     """Ranks that should read other samples."""
 
@@ -261,7 +261,6 @@ class StrangerFacts:
     """An optimizer that is about to step, and that the plan of a prepared model does not know."""
 
     name: str
-    """Its class."""
     replaced: tuple[str, ...] = ()
     """Parameters that it holds and that apply has replaced in the model, by the names that they had."""
     shared: tuple[str, ...] = ()
@@ -393,9 +392,7 @@ class RunFacts:
     averages_by_hand: str = ""
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
     saves_shards: tuple[str, ...] = ()
-    """Places in the program that call ``save_pretrained`` of the sharded model without its ``state_dict``."""
-    saves_state: tuple[str, ...] = ()
-    """Places in the program that give ``torch.save`` the ``state_dict()`` of a model of DTensors."""
+    """Places in the program that would write shards, by ``save_pretrained`` or ``torch.save``."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

@@ -47,6 +47,8 @@ class OptimizerFacts:
     """Whether that state is what the class begins with, as torch's Adagrad does: no step was made."""
     keeps_own_list: bool = False
     """Whether it holds parameters outside its groups and state, as LBFGS does: those cannot be rebound."""
+    unfinished: tuple[str, ...] = ()
+    """Classes whose ``__init__`` never came to that of ``torch.optim.Optimizer``, which makes room for hooks."""
     members: tuple[MemberFact, ...] = ()
     """Where several were given, each of them; none for one optimizer."""
 

@@ -30,8 +30,13 @@ def optimizer_facts(optimizer: torch.optim.Optimizer, first: Mapping[int, str]) 
         keeps_own_list=any(
             _holds(value, held) for each in several for name, value in vars(each).items() if name not in PUBLIC
         ),
+        unfinished=tuple(type(each).__name__ for each in several if _unfinished(each)),
         members=() if one is not None else tuple(map(_member, several)),
     )
+
+
+def _unfinished(optimizer: object) -> bool:
+    return isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _member(optimizer: torch.optim.Optimizer) -> MemberFact:

@@ -59,6 +59,13 @@ def _flattens(resolved: Resolved) -> bool:
     return isinstance(engine, DeepSpeed) and stage(engine) > 0
 
 
+def _unfinished(resolved: Resolved) -> Iterator[Hit]:
+    given = resolved.facts.optimizer
+    for name in given.unfinished if given else ():
+        what = f"`{name}` has not called super().__init__(), and torch's hooks before and after a step are missing."
+        yield Hit("optimizer", what)
+
+
 def _newer_torch(resolved: Resolved) -> Iterator[Hit]:
     for made in resolved.created_optimizers:
         since, env = OPTIMIZERS[type(made.spec)].since, resolved.facts.env
@@ -400,6 +407,18 @@ RULES: tuple[Rule, ...] = (
         check=_unshardable,
         fix="Use torch.optim.AdamW or an 8-bit optimizer of torchao, or write engine=DDP().",
         source=("pain 13",),
+    ),
+    Rule(
+        id="optimizer.unfinished",
+        summary="An optimizer has run the __init__ of torch.optim.Optimizer.",
+        check=_unfinished,
+        fix=(
+            "Write super().__init__(params, defaults) in its __init__; or give build_plan the optimizer inside it, and "
+            "do what it does beside after `if ready.step():`."
+        ),
+        overridable=False,
+        stops="torch registers hooks in what that __init__ makes",
+        source=("torch.optim.Optimizer.register_step_pre_hook",),
     ),
     Rule(
         id="scheduler.other-optimizer",

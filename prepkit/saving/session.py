@@ -68,7 +68,7 @@ class Checkpoints:
         """
         path = self._folder(folder)
         writing.try_folder(path, self.snapshot(run, path))
-        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(**saved_in_parts(run.model))))
+        self.court.hear(findings_of((by_id()["run.saves-shards"],), RunFacts(saves_shards=saved_in_parts(run.model))))
 
     def _folder(self, folder: str) -> str:
         """Return the folder that all ranks have given. Collective; raises ``RunRefused``."""

@@ -117,7 +117,8 @@ class Looks:
                 self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
         # a user's torch.compile(ready.model) takes hooks in: what looks at Python objects is nothing to trace
-        yield model.register_forward_pre_hook(torch.compiler.disable(ask), prepend=True)
+        untraced = torch.compiler.disable(ask)  # type: ignore[no-untyped-call]  # torch has no types
+        yield model.register_forward_pre_hook(untraced, prepend=True)
 
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
@@ -189,7 +190,7 @@ from prepkit.observe.prepared.ranks import buffers_apart
             reduced=watched is None and first,  # later on only whether they are there is asked
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        facts = evolve(facts, **saved_in_parts(self.look.model)) if first else facts
+        facts = evolve(facts, saves_shards=saved_in_parts(self.look.model)) if first else facts
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         self._given = 0

@@ -423,6 +423,11 @@ class Loop:
         )
 
     @property
+    def acting(self) -> bool:
+        """Whether it steps just now: what steps inside is a part of its optimizer, as under a Lookahead."""
+        return self._acting
+
+    @property
     def watches(self) -> bool:
         """Whether it hears of steps, from ``watch`` until ``release``."""
         return bool(self._hooks)

@@ -36,7 +36,7 @@ def own(owner: Any, loop: Loop, before: WeakIdKeyDictionary) -> RemovableHandle:
 
     def look(optimizer: Optimizer, *_: Any) -> None:
         own = weak()  # when it is gone the hook stays, and does nothing: torch goes through the hooks just now
-        if own is None or not own.watches or optimizer in unrelated or _known(optimizer, own.optimizer):
+        if own is None or not own.watches or own.acting or optimizer in unrelated or _known(optimizer, own.optimizer):
             return
         seen = _seen(optimizer, own, before)
         if not (seen.replaced or seen.shared):

@@ -258,7 +258,7 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.orphans": later(held=(NAMES[1:],), orphans=(1,)),
     "run.state-lost": later(stateful=((),)),
     "run.ranks-values": later(parted=NAMES[:1]),
-    "run.saves-shards": evolve(FINE, saves_state=("train.py:88: torch.save(...)",)),
+    "run.saves-shards": evolve(FINE, saves_shards=("train.py:88: torch.save(...)",)),
     "run.nan": later(course=CourseFacts(not_finite=NAMES[:1])),
     "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "fsdp1")),)),
     "run.not-read": evolve(FINE, loop=LoopFacts(window=8, loaders=1, apart=4, divides="given", readers=2)),

@@ -177,13 +177,13 @@ class Remembers(nn.Module):
         return out - self.mean.clone()
 
 
-def remembered(rank: int, world: int, folder: str, way: str, mended: bool) -> tuple[list[str], list[float], list[float]]:
+def remembered(rank: int, world: int, folder: str, way: str, mended: str) -> tuple[list[str], list[float], list[float]]:
     """What two saves say of buffers, and two losses after them: of the run that goes on, and of one that resumes."""
     del world
 
     def begun() -> Any:
         torch.manual_seed(0)
-        cfg = pk.Config(optimizer=pk.optim.SGD(lr=0.1), timeout_s=60.0, **{"engine": WAYS[way]["engine"]})
+        cfg = pk.Config(optimizer=pk.optim.SGD(lr=0.1), timeout_s=60.0, engine=WAYS[way]["engine"])
         return pk.apply(pk.build_plan(cfg, Remembers()))
 
     def losses(ready: Any, count: int) -> list[float]:
@@ -217,18 +217,18 @@ def remembered(rank: int, world: int, folder: str, way: str, mended: bool) -> tu
 @pytest.mark.parametrize("way", ["shards", "flat"])
 def test_buffers_that_ranks_hold_unlike_are_told_once_at_a_save(gang2: Gang, tmp_path: Path, way: str) -> None:
     (told, first, resumed_first), (silent, second, resumed_second) = gang2.run(
-        remembered, str(tmp_path / "run"), way, False, timeout=120
+        remembered, str(tmp_path / "run"), way, "", timeout=120
     )
     (text,) = told
     assert "run.buffers-apart at model: Ranks hold other values of 1 buffer: `mean`. Rank 0's are saved" in text
     assert silent == []
     assert resumed_first[0] == first[0], "rank 0's are saved"
     assert resumed_second[0] != second[0]
-    same = gang2.run(remembered, str(tmp_path / "mended"), way, True, timeout=120)
+    same = gang2.run(remembered, str(tmp_path / "mended"), way, "mended", timeout=120)
     assert all(said == [] and went_on == again for said, went_on, again in same), "with what the fix says to type"
 
 
 def test_ddp_saves_the_buffers_that_it_sends_to_all_before_the_next_forward(gang2: Gang, tmp_path: Path) -> None:
-    for said, went_on, again in gang2.run(remembered, str(tmp_path / "run"), "whole", False, timeout=120):
+    for said, went_on, again in gang2.run(remembered, str(tmp_path / "run"), "whole", "", timeout=120):
         assert said == []
         assert went_on == again, "to the bit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,3 +255,45 @@ def test_sparse_gradients_are_looked_at_before_the_first_step() -> None:
     ready.backward(ready.model(torch.tensor([1, 3])).square().mean())
     assert ready.step()
     assert [bool(row.any()) for row in (model.weight - before)] == [index in (1, 3) for index in range(8)]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, and every second time goes half of the way back; ``finished`` as torch wants it."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, finished: bool) -> None:
+        if finished:
+            super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.taken = inner, 0
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self.slow = [param.detach().clone() for group in inner.param_groups for param in group["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.taken += 1
+        params = [param for group in self.param_groups for param in group["params"]]
+        for slow, param in zip(self.slow, params, strict=True) if self.taken % 2 == 0 else ():
+            slow.lerp_(param.detach(), 0.5)
+            param.data.copy_(slow)
+
+
+def test_a_wrapper_of_an_optimizer_trains_as_alone_and_one_without_hooks_is_refused_by_the_plan() -> None:
+    def made(finished: bool) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        return model, Lookahead(torch.optim.SGD(model.parameters(), lr=0.1), finished=finished)
+
+    model, optimizer = made(finished=False)
+    with pytest.raises(pk.PlanRejected, match=r"optimizer.unfinished[\s\S]*super\(\).__init__\(params, defaults\)"):
+        pk.build_plan(pk.Config(), model, optimizer=optimizer)
+    rows = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(1))
+    model, optimizer = made(finished=True)
+    alone, own = made(finished=True)
+    ready: Any = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer))
+    for row in rows:
+        ready.backward(ready.model(row).square().mean())
+        assert ready.step()
+        alone(row).square().mean().backward()
+        own.step()
+        own.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
+    ready.close()

@@ -124,9 +124,9 @@ def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
     return raw and inside, bool(counting) and not counted and not inside
 
 
-def saved_in_parts(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Fields of ``RunFacts``: where the caller's files would write shards of a model."""
-    return {"saves_shards": saves_shards(model), "saves_state": saves_state(model)}
+def saved_in_parts(model: nn.Module) -> tuple[str, ...]:
+    """Where the caller's files would write shards of a model."""
+    return (*saves_shards(model), *saves_state(model))
 
 
 def saves_shards(model: nn.Module) -> tuple[str, ...]:

@@ -45,11 +45,12 @@ def _unsaved(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _saves_shards(facts: RunFacts) -> Iterator[Hit]:
-    if facts.saves_shards:
-        what = f"{'; '.join(facts.saves_shards)} would write this rank's shards: once training is over it is refused."
+    by_torch = tuple(place for place in facts.saves_shards if "torch.save(" in place)
+    if others := [place for place in facts.saves_shards if place not in by_torch]:
+        what = f"{'; '.join(others)} would write this rank's shards: once training is over it is refused."
         yield Hit("model.save_pretrained", what)
-    if facts.saves_state:
-        what = f"{'; '.join(facts.saves_state)} would write this rank's shards: no load_state_dict takes them later."
+    if by_torch:
+        what = f"{'; '.join(by_torch)} would write this rank's shards: no load_state_dict takes them later."
         yield Hit("torch.save", what, "Write ready.export(folder) on every rank, or ready.save(folder) to go on from.")
 
 

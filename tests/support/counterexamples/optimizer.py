@@ -17,6 +17,7 @@ COUNTEREXAMPLES: dict[str, Callable[[], Counterexample]] = {
     "optimizer.two": lambda: optimized(Config(optimizer=AdamW())),
     "optimizer.for-inference": lambda: optimized(Config(intent=Intent.INFERENCE)),
     "optimizer.keeps-own-list": lambda: optimized(Config(engine=FSDP2()), name="LBFGS", keeps_own_list=True),
+    "optimizer.unfinished": lambda: optimized(Config(), name="Lookahead", unfinished=("Lookahead",)),
     "optimizer.cannot-shard": lambda: optimized(
         Config(engine=FSDP2()), name="PagedAdamW8bit", module="bitsandbytes.optim.adamw"
     ),
