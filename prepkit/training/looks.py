@@ -162,9 +162,9 @@ class Looks:
         ``loss`` is that of the last micro-batch. Collective in the windows that are due, which wait for the device.
         """
         self._together += 1
-from prepkit.observe.prepared.around import saved_in_parts
-from prepkit.observe.prepared.gradients import Watched, reducer
-from prepkit.observe.prepared.ranks import buffers_apart
+        passes.stepping()
+        if self._notes:
+            self._note()
         asked = self._asked_before_step(loss, epoch, passes)
         if self._watched is not None:  # what was noted is kept while it refuses: the story stays the same
             self._watched.turn()
