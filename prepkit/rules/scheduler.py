@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         summary="The scheduler is made for steps, and not for the batches of a loader before it is divided.",
         check=_undivided,
         fix="Make it for as many ticks as there are steps, or write Config(total_steps=...).",
-        severity=Severity.WARNING,
+        severity=Severity.NOTE,
         source=("pain 15",),
     ),
 )
