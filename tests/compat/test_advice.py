@@ -196,9 +196,8 @@ def kept_graph(_: Path) -> None:
 
 
 def prepared_twice(_: Path) -> None:
-    accelerator = plain()
-    model, optimizer = started(accelerator)
-    accelerator.prepare(accelerator.unwrap_model(model), optimizer)
+    model, _optimizer = started(plain())
+    plain().prepare(model, sgd(model))
 
 
 @refused("Preparation._unprepare", "let it go before: accelerator.free_memory()", prepared_twice)
@@ -206,7 +205,7 @@ def let_go_before(_: Path) -> None:
     accelerator = plain()
     model = accelerator.unwrap_model(started(accelerator)[0])
     accelerator.free_memory()
-    steps(accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    steps(accelerator, *accelerator.prepare(model, sgd(model)))
 
 
 def in_part(_: Path) -> None:

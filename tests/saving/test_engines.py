@@ -167,8 +167,8 @@ class Remembers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))  # torch's planner would take the second from rank 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layer(x)
