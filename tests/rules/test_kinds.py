@@ -21,7 +21,7 @@ WARNINGS = _ids(
         "ties": "undeclared",
         "tensor": "not-read",
         "units": "packed-whole ignored-dtype experts experts-on-old-torch",
-        "scheduler": "never-ends undivided",
+        "scheduler": "never-ends",
         "optimizer": "pattern none misses-parameters frozen-parameters",
         "params": "hooks-local",
         "precision": "casts-nothing reduce-dtype-ignored steps-in-16-bit no-master-weights",
@@ -57,6 +57,7 @@ NOTES = _ids(
         "units": "mixed-requires-grad",
         "run": "overwritten-ranks maybe-averaged samples-unknown left-out in-order",
         "prove": "limit",
+        "scheduler": "undivided",
     }
 )
 """What may be meant so, or cannot be seen."""

@@ -195,15 +195,18 @@ class StepLook:
 
         Shards have no other holder to part from, and what is whole beside them is averaged as gradients are.
         """
-        if not (isinstance(self.model, DistributedDataParallel) and world().carries_data):
+        if (wrapper := self._wrapper()) is None or not world().carries_data:
             return {}
-        own = set(getattr(self.model, "parameters_to_ignore", ()))
-        ignored = {id(param) for name, param in self.model.module.named_parameters() if name in own}
+        own = set(getattr(wrapper, "parameters_to_ignore", ()))
+        ignored = {id(param) for name, param in wrapper.module.named_parameters() if name in own}
         left = {name for name, param in names.named_parameters(self.model).items() if id(param) in ignored}
         return {name: value for name, value in sums_of_whole(self.model).items() if name not in left}
 
     def _ddp(self) -> tuple[DDPFacts, ...]:
-        return (ddp_state("", self.model),) if isinstance(self.model, DistributedDataParallel) else ()
+        return () if (wrapper := self._wrapper()) is None else (ddp_state("", wrapper),)
+
+    def _wrapper(self) -> DistributedDataParallel | None:
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     def _writes(self) -> int:
         trained = (one.param for one in self._stood.values() if one.trained) if self._masters else ()
