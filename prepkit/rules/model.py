@@ -13,7 +13,6 @@ from prepkit.config import (
     FSDP2,
     CheckpointBlocks,
     Config,
-    DeepSpeed,
     Intent,
     TensorParallel,
 )
@@ -282,10 +281,9 @@ def _undeclared(resolved: Resolved) -> Iterator[Hit]:
 
 def _without_forward(resolved: Resolved) -> Iterator[Hit]:
     """The root of a model that is called through a wrapper, unless a method of its is an entry point."""
-    cfg, model = resolved.cfg, resolved.facts.model
+    cfg, model, traits = resolved.cfg, resolved.facts.model, resolved.engine_traits
     root = next((model.classes[module.cls] for module in model.modules if not module.path), None)
-    wraps = isinstance(cfg.engine, DDP | FSDP1 | FSDP2 | DeepSpeed)
-    if wraps and root is not None and not root.has_forward and not cfg.entry_points:
+    if (traits.root_wrapper or traits.has_units) and root is not None and not root.has_forward and not cfg.entry_points:
         engine = type(cfg.engine).__name__
         what = f"`{root.name}` has no forward, and {engine} acts in the forward of the model that it is given alone."
         yield Hit("model", what)
