@@ -51,7 +51,9 @@ class Passes:
 
     def stepping(self) -> None:
         """Takes note of a step that is about to be taken."""
-        inside = not all(one.evaluation for one in self.under_way)
+        inside = False
+        for one in self.under_way:  # a comprehension would be one call more in each window
+            inside = inside or not one.evaluation
         self._used = self._used or inside
         self.apart = self.apart + 1 if self._used and not inside else 0
 
@@ -124,7 +126,9 @@ class Passes:
         elif loader not in self.under_way:
             self.under_way.append(loader)
         if not loader.evaluation:
-            at_end = True in [one.at_window_end for one in self.under_way]
+            at_end = False
+            for one in self.under_way:
+                at_end = at_end or one.at_window_end
             number = self.loaders.index(loader)
             if loader.present is None:
                 self.on_batch(PassEnded(number, loader.exhausted, loader.ends_window, at_end))

@@ -280,10 +280,11 @@ def _undeclared(resolved: Resolved) -> Iterator[Hit]:
 
 
 def _without_forward(resolved: Resolved) -> Iterator[Hit]:
-    """The root of a model that is called through a wrapper, unless a method of its is an entry point."""
+    """A container of torch's as the root of a model that is called through a wrapper."""
     cfg, model, traits = resolved.cfg, resolved.facts.model, resolved.engine_traits
     root = next((model.classes[module.cls] for module in model.modules if not module.path), None)
-    if (traits.root_wrapper or traits.has_units) and root is not None and not root.has_forward and not cfg.entry_points:
+    bare = root is not None and not root.has_forward and root.module == "torch.nn.modules.container"
+    if (traits.root_wrapper or traits.has_units) and root is not None and bare and not cfg.entry_points:
         engine = type(cfg.engine).__name__
         what = f"`{root.name}` has no forward, and {engine} acts in the forward of the model that it is given alone."
         yield Hit("model", what)

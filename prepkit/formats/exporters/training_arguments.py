@@ -22,6 +22,8 @@ from prepkit.config import (
 from prepkit.formats.exporters.accelerate import fsdp_section
 from prepkit.formats.exporters.deepspeed import folded, steps_of, with_json
 from prepkit.formats.exporters.exported import LeftOut
+from prepkit.formats.importers.argument_values import DEFAULTS
+from prepkit.resolve.deepspeed.data import look
 
 
 def training_arguments_file(config: Config, world_size: int | None, per_node: int | None) -> LeftOut:  # noqa: ARG001
@@ -49,7 +51,20 @@ def training_arguments_file(config: Config, world_size: int | None, per_node: in
             if "gradient_clipping" not in json.loads(zero.config):
                 data["deepspeed"]["gradient_clipping"] = "auto"  # the Trainer fills in its max_grad_norm
             means = evolve(config, engine=with_json(zero, data["deepspeed"]))
+            data = _said_too(data["deepspeed"]) | data
     return LeftOut(data=data, means=means)
+
+
+def _said_too(said: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that have to be what the JSON says, or the Trainer refuses to start (``HfTrainerDeepSpeedConfig``)."""
+    found: dict[str, Any] = {}
+    for key, (name, default) in DEFAULTS.items():
+        there = look(said, key)
+        if isinstance(there, list) and there != default:
+            found |= dict(zip(("adam_beta1", "adam_beta2"), there, strict=False))
+        elif isinstance(there, bool | int | float) and there != default:
+            found[name] = there
+    return found
 
 
 def _whole(number: float) -> float | int:

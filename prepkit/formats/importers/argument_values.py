@@ -120,7 +120,7 @@ def say_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[s
 
 _NOTHING_MORE = ("transformers", "llamafactory")
 """Kinds of file whose arguments are the library's own, each with its default where nothing is said."""
-_DEFAULTS: dict[str, tuple[str, Any]] = {
+DEFAULTS: dict[str, tuple[str, Any]] = {
     "gradient_accumulation_steps": ("gradient_accumulation_steps", 1),
     "gradient_clipping": ("max_grad_norm", MAX_NORM),
     "optimizer.params.lr": ("learning_rate", OPTIMIZER["lr"]),
@@ -136,7 +136,7 @@ _DEFAULTS: dict[str, tuple[str, Any]] = {
 
 
 def _say_default_mismatches(file: Foreign, data: dict[str, Any], given: dict[str, tuple[str, Any]]) -> None:
-    for key, (name, value) in _DEFAULTS.items():
+    for key, (name, value) in DEFAULTS.items():
         there = look(data, key)
         if key in given or file.has(name) or there in (None, AUTO, value) or isinstance(there, str):
             continue
