@@ -158,7 +158,7 @@ def operators_of(loss: Tensor, ends: Collection[int]) -> str:
     return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in sorted(found.items()))
 
 
-def given_to(losses: Sequence[Tensor], gradient: Any, ends: Collection[int]) -> bool:
+def given_gradients(losses: Sequence[Tensor], gradient: Any, ends: Collection[int]) -> bool:
     """Whether a backward over outputs that begin at these nodes is given their gradients, and starts at no loss."""
     given = gradient[0] if isinstance(gradient, tuple | list) and gradient else gradient
     return isinstance(given, Tensor) and given.numel() > 1 and any(made_of(loss, ends) for loss in losses)

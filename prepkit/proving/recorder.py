@@ -41,7 +41,7 @@ from prepkit.proving.hooks import (
     with_closure,
     with_gradients,
 )
-from prepkit.proving.loss_graph import given_to, lowest_dtype, seed_of, weights_of
+from prepkit.proving.loss_graph import given_gradients, lowest_dtype, seed_of, weights_of
 from prepkit.proving.record_file import Head, Micro, Record
 from prepkit.proving.steppers import (
     Clipping,
@@ -363,7 +363,7 @@ class Recorder:
         asked, still = bool(self.around.asked), self._stepping or self.done or self.around.going
         ends = {id(end) for call in self._calls for end in call.ends}
         seed = None if still else seed_of(tensor, gradient)
-        trains = not still and (seed is not None or given_to(several, gradient, ends))
+        trains = not still and (seed is not None or given_gradients(several, gradient, ends))
         if trains and not open_calls and not self.around.again(self.root, tensor, self._calls) and not asked:
             self.around.past(self.root, tensor, set(), first=not self._micros)
         if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
