@@ -9,9 +9,8 @@ from prepkit.planner import fp8, pieces, weights
 from prepkit.planner.pieces import Piece, entry_points
 from prepkit.planner.weights import prepare_loaders
 from prepkit.resolve.engines import engine_of
-from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.resolved import Resolved
-from prepkit.resolve.units import full_precision_units
+from prepkit.resolve.units import full_precision_units, scalars
 from prepkit.steps import AverageGradients, Axis, BuildMesh, ParallelizeModules, ShardUnits, Unit
 
 

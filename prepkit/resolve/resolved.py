@@ -20,14 +20,15 @@ from prepkit.config import (
 )
 from prepkit.config.engines import SAME_DATA
 from prepkit.facts import Facts, ParamFact
+from prepkit.facts.checkpoint import CheckpointFacts
 from prepkit.plan.layout import FlatPart, ParamLayout, Placement
-from prepkit.resolve import entry_points, fp8, fsdp1, fsdp2, loaders, mesh, modules, placements, precision, units
+from prepkit.resolve import checkpoint, entry_points, fp8, loaders, mesh, modules, placements, precision, units
+from prepkit.resolve.checkpoint import CheckpointMatch
 from prepkit.resolve.created_optimizers import CreatedOptimizer, created_optimizers
 from prepkit.resolve.deepspeed.flaws import Flaw
 from prepkit.resolve.deepspeed.working import WorkingConfig, as_written, working_config
 from prepkit.resolve.engines import EngineTraits, traits, wrap_of
 from prepkit.resolve.tensor_parallel import ShardedLayers
-from prepkit.resolve.weight_sources import WeightSources
 from prepkit.steps import Axis
 
 
@@ -174,7 +175,7 @@ class Resolved:
         if wrap is None:
             return ()
         if self.arrives_sharded:
-            return fsdp2.standing_units(self.facts.model)
+            return units.standing_units(self.facts.model)
         return units.sharded_units(self.cfg, self.facts.model, self.selected[wrap])
 
     @cached_property
@@ -198,7 +199,7 @@ class Resolved:
         engine, dtypes = self.cfg.engine, self.compute_dtypes
         if not isinstance(engine, FSDP2):
             return ()
-        return fsdp2.unsharded_params(engine, self.facts.model, dtypes.param if dtypes else None)
+        return units.unsharded_params(engine, self.facts.model, dtypes.param if dtypes else None)
 
     @cached_property
     def entry_points(self) -> tuple[str, ...]:
@@ -218,14 +219,14 @@ class Resolved:
         """Path of every FSDP1 unit that holds a parameter to its parameters in order; empty under another engine."""
         if not self.engine_traits.flattens:
             return {}
-        return fsdp1.flat_params(self.unit_of, self.ignored_params, self.facts.model)
+        return units.flat_params(self.unit_of, self.ignored_params, self.facts.model)
 
     @cached_property
     def flat_shards(self) -> Mapping[str, FlatPart]:
         """Parameter name to its place in the flat parameter of its FSDP1 unit; empty without a mesh, or without it."""
         if not self.engine_traits.flattens or not self.mesh:
             return {}
-        return fsdp1.flat_shards(self.cfg, self.facts.model, self.mesh, self.flat_params, self.stored_dtypes)
+        return units.flat_shards(self.cfg, self.facts.model, self.mesh, self.flat_params, self.stored_dtypes)
 
     # --- dtypes ----------------------------------------------------------------------------------------------------
 
@@ -295,3 +296,31 @@ class Resolved:
             unit_of=self.unit_of,
             flat=self.flat_shards,
         )
+
+
+@frozen(kw_only=True)
+class WeightSources:
+    """Each property is worked out when it is first asked for, and kept."""
+
+    cfg: Config
+    facts: Facts
+
+    @cached_property
+    def checkpoint(self) -> CheckpointFacts | None:
+        """The checkpoint that is loaded, with its keys renamed; None where none is, or it was not seen."""
+        return checkpoint.requested_checkpoint(self.cfg, self.facts)
+
+    @cached_property
+    def match(self) -> CheckpointMatch | None:
+        """That checkpoint held against the model."""
+        return checkpoint.match(self.facts.model, self.checkpoint) if self.checkpoint else None
+
+    @cached_property
+    def initialized_params(self) -> tuple[str, ...]:
+        """Names of the parameters that get their values from initializers."""
+        return checkpoint.initialized_params(self.cfg, self.facts.model, self.match)
+
+    @cached_property
+    def computed_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers that the model has to compute where they are on meta."""
+        return checkpoint.computed_buffers(self.cfg, self.facts.model, self.match)

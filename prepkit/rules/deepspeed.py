@@ -12,10 +12,10 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, did_you_mean, some
 from prepkit.resolve.deepspeed.data import look, said, stage
 from prepkit.resolve.deepspeed.flaws import Flaw
-from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.placements import CAST
 from prepkit.resolve.resolved import Resolved
+from prepkit.resolve.units import scalars
 from prepkit.rules.rule import Check, Hit, Rule, options, under, with_engine
 
 TEXT = (

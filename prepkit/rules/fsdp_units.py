@@ -10,9 +10,9 @@ from prepkit.facts import ParamFact
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, in_bytes, some
 from prepkit.plan.layout import itemsize
-from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import PACKED
 from prepkit.resolve.resolved import Resolved
+from prepkit.resolve.units import scalars
 from prepkit.rules.rule import Hit, Moment, Rule, under
 
 IGNORES = (2, 7)

@@ -20,9 +20,9 @@ from prepkit.config.precision import as_typed
 from prepkit.facts import Facts, Mark, ModelFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.resolve.fsdp2 import LAZY
 from prepkit.resolve.modules import parent, unit_of
 from prepkit.resolve.resolved import Resolved
+from prepkit.resolve.units import LAZY
 from prepkit.rules.rule import Hit, Moment, Rule, with_engine
 
 _WRAPPED: tuple[Mark, ...] = ("ddp", "fsdp1", "fsdp2", "deepspeed", "fabric", "prepared")

@@ -24,8 +24,8 @@ from prepkit.facts import (
 )
 from prepkit.facts.checkpoint import CheckpointFacts, KeyMapping, StoredFile, StoredTensor, WeightConverter
 from prepkit.plan.layout import itemsize
-from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import packed_params
+from prepkit.resolve.units import scalars
 
 LIBRARIES = (
     *(("deepspeed", "0.19.8"), ("msamp", "0.4.0"), ("torch_xla", "2.9.0")),

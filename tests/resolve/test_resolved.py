@@ -25,9 +25,8 @@ from prepkit.findings import errors
 from prepkit.resolve import checkpoint, entry_points, fp8
 from prepkit.resolve.checkpoint import assemble, renamed
 from prepkit.resolve.deepspeed.working import WorkingConfig
-from prepkit.resolve.resolved import Resolved
+from prepkit.resolve.resolved import Resolved, WeightSources
 from prepkit.resolve.tensor_parallel import ShardedLayers
-from prepkit.resolve.weight_sources import WeightSources
 from prepkit.steps import InitializeDeepSpeed
 from prepkit.testing import tiny_model
 from prepkit.testing.tiny import PATH

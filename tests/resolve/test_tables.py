@@ -28,13 +28,12 @@ from prepkit.facts.checkpoint import KeyMapping, StoredTensor, WeightConverter
 from prepkit.plan.layout import Placement
 from prepkit.resolve.checkpoint import assemble, lacking, unmatched
 from prepkit.resolve.engines import ENGINES
-from prepkit.resolve.fsdp2 import shards_packed
 from prepkit.resolve.loaders import is_divided, split
 from prepkit.resolve.modules import repeated_blocks
 from prepkit.resolve.optimizer_table import FAILS, places
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import tensor_parallel_size
-from prepkit.resolve.units import every_batch_norm, ignored_params
+from prepkit.resolve.units import every_batch_norm, ignored_params, shards_packed
 from prepkit.testing import tiny_facts, tiny_loader, tiny_model
 
 

@@ -37,7 +37,7 @@ from prepkit.resolve.deepspeed.keys import OPEN, REMOVED, SECTIONS
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.tensor_parallel import SERVED
 from prepkit.testing import tiny_model
-from prepkit.testing.strategies.sharded import sharded_for
+from prepkit.testing.strategies.facts import sharded_for
 from prepkit.testing.tiny import LIBRARIES, PATH, in_parts, marked, tiny_checkpoint, with_batchnorm
 from tests.support.llama_facts import llama
 

@@ -1,22 +1,24 @@
-"""Wrappers and units as the engine of a config, with what they were asked for."""
+"""Wrappers and units as the engine of a config, with the dtypes they compute in and what else they were asked for."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from attrs import evolve, frozen
 
-from prepkit.auditing.reconstruction import precision
 from prepkit.auditing.reconstruction.reasons import Reasons
 from prepkit.auditing.reconstruction.selection import selection
 from prepkit.config import (
+    BF16,
     DDP,
+    FP16,
     FSDP1,
     FSDP2,
     CommHook,
     CompressHook,
     Config,
     DeepSpeed,
+    DType,
     Engine,
     Mesh,
     OffloadToCPU,
@@ -28,14 +30,14 @@ from prepkit.config import (
     WrapRoot,
 )
 from prepkit.facts import ModelFacts, UnitFact
-from prepkit.facts.preparation import DDPOptions, FlatUnitOptions, HowPrepared, NamedValues
+from prepkit.facts.preparation import AutocastOptions, DDPOptions, FlatUnitOptions, HowPrepared, NamedValues
 from prepkit.facts.run import RunFacts
 from prepkit.findings.text import count
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.source import Source
-from prepkit.resolve.fsdp2 import scalars
 from prepkit.resolve.modules import packed_params, select
-from prepkit.resolve.units import every_batch_norm, ignored_params, sharded_units
+from prepkit.resolve.precision import LOW
+from prepkit.resolve.units import every_batch_norm, ignored_params, scalars, sharded_units
 
 
 @frozen(kw_only=True)
@@ -97,13 +99,13 @@ def _others(facts: RunFacts, how: HowPrepared, reasons: Reasons) -> None:
 
 
 def _autocast(how: HowPrepared) -> Precision:
-    return precision.of_autocast(how.autocast, how.model)
+    return of_autocast(how.autocast, how.model)
 
 
 def _deepspeed(how: HowPrepared) -> StandingEngine:
     read = read_deepspeed(Source("engine.json", how.deepspeed)).config
     engine = DeepSpeed(config=how.deepspeed, leaf_modules=how.leaf_modules)
-    return StandingEngine(engine=engine, precision=precision.of_engine(read.precision, how), rest=read)
+    return StandingEngine(engine=engine, precision=of_engine(read.precision, how), rest=read)
 
 
 # --- DDP ---
@@ -183,7 +185,7 @@ def _fsdp2(facts: RunFacts, how: HowPrepared, reasons: Reasons) -> StandingEngin
         reasons.add(
             "model", "the root frees its parameters after forward", "Leave reshard_after_forward out at the root."
         )
-    computes = precision.of_units(root, inner, how.model, reasons)
+    computes = of_units(root, inner, how.model, reasons)
     first = holding[0] if holding else root
     engine = FSDP2(
         reshard_after_forward=below[0].reshard_after_forward if below else True,
@@ -217,7 +219,7 @@ def _fsdp1(facts: RunFacts, how: HowPrepared, reasons: Reasons) -> StandingEngin
         reasons.same("model", f"{name} of units", {getattr(unit, name) for unit in units})
     reasons.same("model", "whether units cast their inputs", {unit.cast_forward_inputs for unit in inner})
     reasons.same("model", "the mesh of units", {(unit.ranks, unit.copies) for unit in units})
-    computes = precision.of_flat_units(root, inner, how, reasons)
+    computes = of_flat_units(root, inner, how, reasons)
     engine = FSDP1(
         # alone, torch switches to NO_SHARD by itself
         sharding=root.sharding if root.ranks * root.copies > 1 else "FULL_SHARD",  # type: ignore[arg-type]  # its names
@@ -282,3 +284,75 @@ def _ignored(how: HowPrepared, engine: FSDP1 | FSDP2, units: frozenset[str], rea
 
 _ALONE = "Wrap the model, or say Env.declare(world_size=1) where each rank trains for itself."
 _LEFT_OUT = "Leave whole modules out of the units."
+
+
+KINDS: dict[str, type[BF16 | FP16]] = {"bfloat16": BF16, "float16": FP16}
+
+
+def _mixed(dtype: str, reduce: str | None, output: str | None, model: ModelFacts) -> Precision:
+    low = any(param.requires_grad and param.dtype in LOW for param in model.params)
+    return KINDS[dtype](
+        reduce_dtype=cast("DType", reduce or dtype),
+        output_dtype=cast("DType", output or dtype),
+        master_weights=not low,
+    )
+
+
+def of_autocast(how: AutocastOptions | None, model: ModelFacts) -> Precision:
+    """Of a model whose forward runs under autocast, or as it is. Gradients are reduced as parameters are stored."""
+    if how is None or how.dtype not in KINDS:
+        return None
+    return _mixed(how.dtype, "float32", how.output_dtype, model)
+
+
+def of_units(root: UnitFact, others: tuple[UnitFact, ...], model: ModelFacts, reasons: Reasons) -> Precision:
+    """Of units of FSDP2; ``others`` without those that stay in float32."""
+    reasons.same("model", "the dtype that units compute in", {unit.param_dtype for unit in (root, *others)})
+    reasons.same("model", "the dtype that units reduce in", {unit.reduce_dtype for unit in (root, *others)})
+    for unit in others:
+        if unit.output_dtype not in (None, root.param_dtype):
+            reasons.add(f"model.{unit.path}", f"the unit casts its output to {unit.output_dtype}", _OUTPUT)
+            break
+    return _of_dtypes(root.param_dtype, root.reduce_dtype, root.output_dtype, model, reasons)
+
+
+def of_flat_units(
+    root: FlatUnitOptions, others: tuple[FlatUnitOptions, ...], how: HowPrepared, reasons: Reasons
+) -> Precision:
+    """Of units of FSDP1; what the model returns is said by the autocast around it."""
+    reasons.same("model", "the dtype that units compute in", {unit.param_dtype for unit in (root, *others)})
+    reasons.same("model", "the dtype that units reduce in", {unit.reduce_dtype for unit in (root, *others)})
+    output = how.autocast.output_dtype if how.autocast else None
+    if root.param_dtype is None and how.autocast is not None:
+        reasons.add("model", f"autocast computes in {how.autocast.dtype}, and units gather what is stored", _BOTH)
+    return _of_dtypes(root.param_dtype, root.reduce_dtype, output, how.model, reasons)
+
+
+def _of_dtypes(
+    dtype: str | None, reduce: str | None, output: str | None, model: ModelFacts, reasons: Reasons
+) -> Precision:
+    if dtype in KINDS:
+        return _mixed(str(dtype), reduce, output, model)
+    if dtype not in (None, "float32"):
+        reasons.add(
+            "model", f"units compute in {dtype}", "Compute in bfloat16 or float16, or as parameters are stored."
+        )
+    stored = {param.dtype for param in model.params if param.requires_grad}
+    for word, value in (("reduce in", reduce), ("return", output), ("compute in", dtype)):
+        if value is not None and stored - {value}:
+            what = f"units {word} {value} what is stored in {', '.join(sorted(stored - {value}))}"
+            reasons.add("model", what, "Compute in 16 bits with precision=BF16(...), or cast nothing.")
+    return None
+
+
+def of_engine(precision: Precision, how: HowPrepared) -> Precision:
+    """Return what a DeepSpeed JSON says, with the dtype in which the model returns."""
+    if not isinstance(precision, BF16 | FP16):
+        return precision
+    own = "bfloat16" if isinstance(precision, BF16) else "float16"
+    output = how.autocast.output_dtype if how.autocast else None
+    return evolve(precision, output_dtype=cast("DType", output or own))
+
+
+_OUTPUT = "Cast the output of the root alone: MixedPrecisionPolicy(output_dtype=...) there."
+_BOTH = "Give the units MixedPrecision(param_dtype=...) too."

@@ -6,21 +6,25 @@ import json
 import sys
 from typing import Any
 
+import torch
+from attrs import evolve
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
+from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.facts import Env, ModelFacts
-from prepkit.facts.preparation import AutocastOptions, HowPrepared
+from prepkit.facts import Env, ModelFacts, ParamFact
+from prepkit.facts.preparation import AutocastOptions, DDPOptions, FlatUnitOptions, HowPrepared, NamedValues
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.forward import FP8_MARK
 from prepkit.objects.fsdp2_units import is_unit
-from prepkit.objects.names import Site
-from prepkit.observe.preparation.bare_model import bare_model
+from prepkit.objects.names import Site, canonical
+from prepkit.observe.model import dtype_name
 from prepkit.observe.preparation.blocks import autocast, compiled, recomputed
 from prepkit.observe.preparation.optimizers import held_bytes, optimizer_options
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel, tensor_ranks
-from prepkit.observe.preparation.wrappers import ddp_options, flat_units
 from prepkit.observe.prepared.optimizers import engines
+from prepkit.ranks.world import ranks_of
 
 FLOAT8 = {"Float8Linear": "float8 layers of torchao", "FP8LinearLayer": "float8 layers"}
 LIBRARIES = {"transformer_engine": "layers of TransformerEngine", "msamp": "layers of MS-AMP"}
@@ -109,3 +113,152 @@ def _unknown(places: list[Site]) -> Any:
         for param in site.module._parameters.values()
     ):
         yield "parameters on an XLA device"
+
+
+WRAPPERS = ("fp16_compress_wrapper", "bf16_compress_wrapper")
+"""Communication hooks of torch around another hook."""
+
+
+def ddp_options(places: list[Site]) -> DDPOptions | None:
+    """Of the DDP around the whole model; None where none is there."""
+    found = next((module for module in places[0].stack if isinstance(module, DistributedDataParallel)), None)
+    if found is None:
+        return None
+    ddp: Any = found
+    return DDPOptions(
+        ranks=ranks_of(ddp.process_group).size,
+        broadcast_buffers=bool(ddp.broadcast_buffers),
+        bucket_cap_mb=ddp.bucket_bytes_cap / 2**20,
+        find_unused_parameters=bool(ddp.find_unused_parameters),
+        gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),
+        static_graph=bool(ddp.static_graph),
+        hooks=tuple((_hook_name(hook), _state(state)) for hook, state in ddp._comm_hooks),
+        mixed=getattr(ddp, "mixed_precision", None) is not None,
+    )
+
+
+def _hook_name(hook: Any) -> str:
+    """``powerSGD_hook``, or ``fp16_compress_wrapper powerSGD_hook`` where one stands around the other."""
+    outer = getattr(hook, "__qualname__", type(hook).__name__).partition(".")[0]
+    if outer not in WRAPPERS:
+        return outer if getattr(hook, "__module__", "").startswith("torch.") else f"a hook of its own, {outer}"
+    inside = [cell.cell_contents for cell in hook.__closure__ or () if callable(cell.cell_contents)]
+    return " ".join((outer, *map(_hook_name, inside)))
+
+
+def _state(state: Any) -> NamedValues:
+    names = {*getattr(type(state), "__slots__", ()), *getattr(state, "__dict__", ())}
+    values = ((name, getattr(state, name, None)) for name in sorted(names))
+    return tuple((name, value) for name, value in values if isinstance(value, bool | int | float | str))
+
+
+def flat_units(places: list[Site]) -> tuple[FlatUnitOptions, ...]:
+    """Of every unit of FSDP1, in module order."""
+    return tuple(
+        _flat_unit(site.path, module)
+        for site in places
+        if site.first
+        for module in site.stack
+        if isinstance(module, FullyShardedDataParallel)
+    )
+
+
+def _flat_unit(path: str, unit: Any) -> FlatUnitOptions:
+    mixed, prefetch = unit.mixed_precision, unit.backward_prefetch
+    between = getattr(unit, "_inter_node_pg", None)
+    hybrid = "HYBRID" in unit.sharding_strategy.name
+    return FlatUnitOptions(
+        path=path,
+        ranks=ranks_of(unit.process_group).size,
+        copies=ranks_of(between).size if hybrid and between is not None else 1,
+        sharding=unit.sharding_strategy.name.removeprefix("_"),
+        param_dtype=_dtype(mixed.param_dtype),
+        reduce_dtype=_dtype(mixed.reduce_dtype),
+        buffer_dtype=_dtype(mixed.buffer_dtype),
+        offload=bool(unit.cpu_offload.offload_params),
+        backward_prefetch=None if prefetch is None else prefetch.name,
+        forward_prefetch=bool(unit.forward_prefetch),
+        limit_all_gathers=bool(unit.limit_all_gathers),
+        use_orig_params=bool(unit._use_orig_params),
+        cast_forward_inputs=bool(mixed.cast_forward_inputs),
+        cast_root_forward_inputs=bool(mixed.cast_root_forward_inputs),
+    )
+
+
+def _dtype(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
+def bare_model(seen: ModelFacts, model: nn.Module) -> ModelFacts:
+    """Without marks, units, placements and what wrappers have hung on parameters; shapes and names are the model's own.
+
+    ``seen`` are the facts of the prepared model. Dtypes are those in which parameters are stored now.
+    """
+    flat = fsdp1_flat.flat_shards(model)
+    params = [_whole(param, flat) for param in seen.params if not (flat and _is_flat(param.name))]
+    there = {param.name for param in params}
+    params += [_flattened(name, one) for name, one in flat.items() if name not in there]
+    order = {module.path: index for index, module in enumerate(seen.modules)}
+    if len(params) > len(there):
+        params.sort(key=lambda param: order.get(param.name.rpartition(".")[0], -1))  # stable: as torch flattens them
+    prepared = bool(seen.units or flat or any(param.cls in REPLACED for param in seen.params))
+    return evolve(
+        seen,
+        modules=tuple(evolve(module, marks=()) for module in seen.modules),
+        params=tuple(params),
+        ties=_ties(seen, flat, model) if flat else seen.ties,
+        units=(),
+        forward="bound",
+        param_hooks=() if prepared else seen.param_hooks,
+        strided=() if prepared else seen.strided,
+        prepared="",
+    )
+
+
+REPLACED = ("DTensor", "ZeroParameter")
+"""Classes of parameters that sharding puts in the place of the model's own."""
+
+
+def _is_flat(name: str) -> bool:
+    """Return whether it is the name that FSDP1 gives a unit's flat parameter (torch ``_flat_param.FLAT_PARAM``)."""
+    return name.rpartition(".")[2] == "_flat_param"
+
+
+def _whole(param: ParamFact, flat: dict[str, fsdp1_flat.FlatShard]) -> ParamFact:
+    shape = tuple(flat[param.name].shape) if param.name in flat else param.shape
+    return evolve(param, shape=shape, placements=(), cls="Parameter" if param.cls in REPLACED else param.cls)
+
+
+def _flattened(name: str, part: fsdp1_flat.FlatShard) -> ParamFact:
+    return ParamFact(
+        name=name,
+        shape=tuple(part.shape),
+        dtype=dtype_name(part.flat.dtype),
+        requires_grad=part.flat.requires_grad,
+    )
+
+
+def _ties(seen: ModelFacts, flat: dict[str, fsdp1_flat.FlatShard], model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """As ``seen``; where a flat parameter stands in several places, all that lie in it do."""
+    ties = [group for group in seen.ties if not any(map(_is_flat, group))]
+    for group in seen.ties:
+        places = [name.rpartition(".")[0] for name in group if _is_flat(name)]
+        inside = [name for name, part in flat.items() if places and part.unit == places[0]]
+        ties += [tuple(f"{place}{name.removeprefix(places[0])}" for place in places) for name in inside]
+    return (*ties, *_flat_ties(model))
+
+
+def _flat_ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Names that were one parameter, where the flat one has taken its place (torch ``_shared_param_infos``)."""
+    groups: dict[str, list[str]] = {}
+    for path, unit in fsdp1_flat.units(model).items():
+        handle: Any = unit._handle
+        for tied in handle.flat_param._shared_param_infos if handle is not None else ():
+            pairs = ((tied.prim_module_name, tied.prim_param_name), (tied.module_name, tied.param_name))
+            first, other = (_joined(path, module, name) for module, name in pairs)
+            groups.setdefault(first, [first]).append(other)
+    return tuple(map(tuple, groups.values()))
+
+
+def _joined(unit: str, module: str, name: str) -> str:
+    return ".".join(part for part in (unit, canonical(module), name) if part)

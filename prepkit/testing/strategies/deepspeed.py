@@ -12,7 +12,7 @@ from hypothesis.strategies import SearchStrategy
 from prepkit.config import FP16, AdamW, ClipNorm, Config, DeepSpeed, Intent, Mixed, Precision, Schedule
 from prepkit.facts import Facts
 from prepkit.findings import errors
-from prepkit.resolve.fsdp2 import scalars
+from prepkit.resolve.units import scalars
 from prepkit.rules import check, deepspeed
 
 _DEVICES = ("none", "cpu", "nvme")
