@@ -3,8 +3,7 @@
 from prepkit.later import later
 
 NAMES = {
-    "prepkit.ranks.main_first": ("main_process_first",),
-    "prepkit.ranks.together": ("together",),
+    "prepkit.ranks.together": ("main_process_first", "together"),
     "prepkit.training.preemption": ("save_on_sigterm",),
 }
 """Modules to their public names."""

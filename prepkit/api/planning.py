@@ -156,7 +156,7 @@ def foreign_uses(plan: Plan, model: Any, example: ExampleInputs) -> tuple[Findin
     """
     inputs_of(example)
     needs_torch("pk.foreign_uses")
-    from prepkit.applying.rehearse.foreign_use import foreign_uses as find
+    from prepkit.applying.rehearse.activations import foreign_uses as find
 
     return find(plan, model, *example.args, **example.kwargs)
 

@@ -18,7 +18,7 @@ from returns.io import IOFailure, IOResult, IOSuccess
 from returns.unsafe import unsafe_perform_io
 from torch.utils.weak import WeakIdKeyDictionary
 
-from prepkit.applying import claims, values
+from prepkit.applying import claims, verification
 from prepkit.applying.step_kinds import handlers
 from prepkit.applying.verification import verify
 from prepkit.codec import plan_digests
@@ -143,7 +143,7 @@ def apply(
     plan's. Raises ``PlanRejected`` before anything is touched where there are refusals or errors among them (new
     warnings are reported); ``ApplyHalted`` when a step fails (its ``__cause__`` is what it raised) or another rank has
     failed (``RankFailed``), and ``NotAsPlanned`` when the outcome differs from the plan. ``fingerprint`` reads
-    every weight twice: before and after (``values.compared``).
+    every weight twice: before and after (``verification.compared``).
 
     >>> from prepkit import planner
     >>> from prepkit.config import AdamW, Config
@@ -188,13 +188,13 @@ def _run(
     fingerprint: bool = False,
 ) -> IOResult[Applied, Halted | Attestation]:
     provenance, (of_plan, of_model) = plan.provenance, plan_digests(plan)
-    of_copies = () if guard is None else values.to_agree_on(plan, target.model)
+    of_copies = () if guard is None else verification.to_agree_on(plan, target.model)
     target.digests = (("prepkit", provenance.prepkit), ("plan", of_plan), ("model", of_model), *of_copies)
     target.explain, target.judge = partial(plan_differences, plan), court.judged
     running = world().running
     if guard is not None:
         target.together, target.watch, target.store = guard.barrier, guard.watch, guard.rendezvous
-    before = values.before(plan, target.model, inspect(target).buffers, fingerprint=fingerprint)
+    before = verification.before(plan, target.model, inspect(target).buffers, fingerprint=fingerprint)
     params = claims.parameters_before(target.model, exchanged=_fills(plan))
     results: list[Attestation] = []  # one, once ``finish`` has looked
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+
+from attrs import evolve
 
 from prepkit.config import Config
 from prepkit.config.origin import origin_of
 from prepkit.facts import Facts
 from prepkit.findings import Finding, Severity
+from prepkit.findings.text import did_you_mean
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import (
     already_sharded,
@@ -27,7 +31,6 @@ from prepkit.rules import (
     mesh,
     model,
     optimizer,
-    overrides,
     precision,
     quantised,
     scheduler,
@@ -47,6 +50,44 @@ from prepkit.rules.run.applied import ACTS
 from prepkit.rules.run.loop import RULES as LOOP_RULES
 from prepkit.rules.run.proving import RULES as PROOF_RULES
 from prepkit.rules.run.saving import RULES as SAVING_RULES
+
+_OVERRIDES = "overrides.unknown"
+RENAMED = {
+    "first-step.no-gradient": "run.without-gradient",
+    "first-step.not-finite": "run.gradients-not-finite",
+    "first-step.replicas-differ": "run.gradients-part",
+    "first-step.misplaced": "run.gradients-misplaced",
+}
+"""Ids that rules once had, to those that they have."""
+
+
+def about_overrides(rules: tuple[Rule, ...]) -> Rule:
+    """The rule that has to know all the others: every override names one of them that can be overridden."""
+    able = {rule.id: rule.overridable for rule in rules} | {_OVERRIDES: False}
+
+    def check(resolved: Resolved) -> Iterator[Hit]:
+        for name in dict.fromkeys(resolved.cfg.overrides):
+            if name not in able:
+                now = RENAMED.get(name)
+                hint = f" It is called `{now}` now." if now else did_you_mean(name, able)
+                yield Hit("config.overrides", f"There is no rule `{name}`.", f"Leave it out.{hint}")
+            elif not able[name]:
+                what = f"`{name}` cannot be overridden: nothing can go on without it."
+                yield Hit("config.overrides", what, "Leave it out, and mend what the rule finds.")
+
+    def repair(cfg: Config, _: Facts) -> Config:
+        return evolve(cfg, overrides=tuple(name for name in cfg.overrides if able.get(name)))
+
+    return Rule(
+        id=_OVERRIDES,
+        summary="Every override names a rule that can be overridden.",
+        check=check,
+        fix="Leave it out.",
+        overridable=False,
+        source=("pain 24",),
+        repair=repair,
+    )
+
 
 _OF_ONE_SUBJECT: tuple[Rule, ...] = (
     *environment.RULES,
@@ -79,7 +120,7 @@ _OF_ONE_SUBJECT: tuple[Rule, ...] = (
 
 _SUBJECTS: tuple[Rule, ...] = (*_OF_ONE_SUBJECT, environment.about_unknown_torch(_OF_ONE_SUBJECT))
 
-RULES: tuple[Rule, ...] = (*_SUBJECTS, overrides.about_overrides(_SUBJECTS))
+RULES: tuple[Rule, ...] = (*_SUBJECTS, about_overrides(_SUBJECTS))
 """Every rule in reporting order: what a run stands on, the model, who holds what, the optimizer, then single values."""
 
 LAW: tuple[Rule, ...] = (
@@ -124,7 +165,7 @@ def check(cfg: Config, facts: Facts, rules: tuple[Rule, ...] = RULES) -> tuple[F
 def findings_of(resolved: Resolved, rules: tuple[Rule, ...] = RULES) -> tuple[Finding, ...]:
     """The same of a config and facts that the planner goes on with, so that nothing is worked out twice."""
     if resolved.cfg.overrides:  # the rule about them has to know all the others
-        rules = tuple(overrides.about_overrides((*rules, *LAW)) if rule.id == overrides.ID else rule for rule in rules)
+        rules = tuple(about_overrides((*rules, *LAW)) if rule.id == _OVERRIDES else rule for rule in rules)
     return tuple(finding_of(resolved.cfg, rule, hit) for rule in rules for hit in rule.check(resolved))
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import isinf
 from typing import Any, assert_never
 
 import torch
@@ -22,7 +24,8 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.names import known_bases
-from prepkit.training import drivers_fsdp1, left_out
+from prepkit.ranks.world import ranks_of
+from prepkit.training import left_out
 
 
 @frozen(kw_only=True)
@@ -115,13 +118,60 @@ def _step_deepspeed(model: Any, last: bool) -> Stepped:
     return Stepped(applied=bool(model.was_step_applied()), norm=norm)
 
 
+def sync_fsdp1(units: Iterable[FullyShardedDataParallel], on: bool) -> None:
+    """Sets what ``FullyShardedDataParallel.no_sync`` sets; every unit reads it in backward."""
+    for unit in units:
+        if unit._sync_gradients is not False:  # ``no_sync`` stands, and puts back what it has found
+            unit._sync_gradients = on or 0  # type: ignore[assignment]  # torch gives nn.Module's attributes no types
+
+
+def _fsdp1_holds(units: Iterable[FullyShardedDataParallel]) -> bool:
+    """Return whether a flat parameter has a gradient of a backward that no step has followed."""
+    flats: Iterable[Any] = (unit._handle.flat_param for unit in units if unit._handle is not None)
+    return any(flat.grad is not None or getattr(flat, "_saved_grad_shard", None) is not None for flat in flats)
+
+
+def _fsdp1_clip(model: Module, how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
+    """As ``FullyShardedDataParallel.clip_grad_norm_``, but over the optimizer's parameters alone. Collective."""
+    return clip(how, params, partial(_fsdp1_norm, model))
+
+
+def _fsdp1_norm(model: Module, params: list[Parameter], power: float) -> torch.Tensor:
+    """The p-norm of all gradients as one vector: shards summed over the ranks that share them, whole ones once."""
+    assert isinstance(model, FullyShardedDataParallel), "the table of drivers gives this one FSDP1 models only"
+    shards = {id(param) for params_of_unit in _fsdp1_sharded(model) for param in params_of_unit}
+    device: Any = model.compute_device
+    parts = [_in_float32([p for p in params if (id(p) in shards) is which], power, device) for which in (True, False)]
+    if shards:
+        ranks = ranks_of(model.process_group)
+        parts[0] = ranks.worst(parts[0]) if isinf(power) else ranks.total(parts[0] ** power) ** (1.0 / power)
+    joint: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), power)
+    return joint
+
+
+def _fsdp1_sharded(model: Module) -> Iterable[tuple[Parameter, ...]]:
+    """The parameters whose gradients are shards."""
+    for unit in fsdp1_flat.units(model).values():
+        handle = unit._handle
+        if handle is not None and handle.uses_sharded_strategy:
+            yield tuple(handle.flat_param._params or ()) or (handle.flat_param,)  # its own ones, where it kept them
+
+
+def _in_float32(params: list[Parameter], power: float, device: torch.device) -> torch.Tensor:
+    """The norm of these, as torch computes it; 0 without gradients."""
+    grads = [param.grad.detach().float() for param in params if param.grad is not None and param.grad.numel()]
+    if not grads:
+        return torch.zeros((), device=device)
+    return get_total_norm(grads, power).to(device)
+
+
 DRIVERS: tuple[tuple[type, Driver], ...] = (
     (
         DistributedDataParallel,
         Driver(sync=_sync_ddp, averages=lambda model: bool(model.require_backward_grad_sync), left_out=left_out.ddp),
     ),
     (FSDPModule, Driver(sync=_sync_nothing, settle=reshard)),
-    (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=drivers_fsdp1.clip, norm=drivers_fsdp1.total_norm)),
+    (FullyShardedDataParallel, Driver(sync=_sync_nothing, clip=_fsdp1_clip, norm=_fsdp1_norm)),
     (Module, Driver(sync=_sync_nothing)),
 )
 DEEPSPEED = Driver(
@@ -156,18 +206,21 @@ def driver(model: Module) -> Driver:
         wrapped = tuple(fsdp1_flat.units(model).values())
         return evolve(
             found,
-            sync=lambda _, on: drivers_fsdp1.sync(wrapped, on),
+            sync=lambda _, on: sync_fsdp1(wrapped, on),
             averages=lambda model: bool(model._sync_gradients),
             left_out=lambda _, **how: left_out.fsdp1(wrapped, **how),
-            holds=lambda _: drivers_fsdp1.hold_gradients(wrapped),
+            holds=lambda _: _fsdp1_holds(wrapped),
         )
     return found
 
 
-def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
+def clip(
+    how: Clip, params: Iterable[Parameter], norm_of: Callable[[list[Parameter], float], torch.Tensor] | None = None
+) -> torch.Tensor | None:
     """Clips the gradients in place; returns their joint norm before clipping where it had to be known.
 
     The norm is over all ranks' shards: on every rank the same whole scalar. Collective for sharded parameters.
+    ``norm_of``: of shards that are plain tensors, as FSDP1's; None: ``total_norm``.
     """
     with_grad = [param for param in params if param.grad is not None]
     match how:
@@ -175,7 +228,7 @@ def clip(how: Clip, params: Iterable[Parameter]) -> torch.Tensor | None:
             return None
         case ClipNorm(max_norm=most, norm_type=power):
             groups = _by_mesh(with_grad)
-            norm = _norm_of(groups, power)
+            norm = norm_of(with_grad, power) if norm_of else _norm_of(groups, power)
             for group in groups:
                 clip_grads_with_norm_(group, most, norm)
             return norm

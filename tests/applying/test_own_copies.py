@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import prepkit as pk
-from prepkit.applying.values import SAMPLED, sampled
+from prepkit.applying.verification import SAMPLED, sampled
 from tests.support.deepspeed_cpu import lean
 from tests.support.gang import Gang
 

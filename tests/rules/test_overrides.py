@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from prepkit.config import DDP, FSDP2, Config, Mesh
-from prepkit.rules import LAW, RULES, check, split
-from prepkit.rules.overrides import RENAMED
+from prepkit.rules import LAW, RENAMED, RULES, check, split
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.testing.tiny import tiny_facts
 from tests.support.rule_findings import rule_ids

@@ -31,7 +31,7 @@ from prepkit.planner import plan
 from prepkit.predict import predict
 from prepkit.predict.prediction import Label
 from prepkit.steps import Agree, StartProcessGroup
-from prepkit.training import drivers_fsdp1
+from prepkit.training import drivers
 from tests.support.drawn_models import Case
 
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -192,7 +192,7 @@ def _fsdp1(target: Target, planned: Plan) -> dict[str, int]:
     micro = planned.owners.accumulation_steps
     with counted() as sent:
         for index in range(micro):
-            drivers_fsdp1.sync(fsdp1_flat.units(model).values(), index == micro - 1)
+            drivers.sync_fsdp1(fsdp1_flat.units(model).values(), index == micro - 1)
             _backward(model)
             if index == 0 and micro > 1 and any(handle.uses_sharded_strategy for handle in handles.values()):
                 found["whole gradients"] = held(

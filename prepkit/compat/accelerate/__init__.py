@@ -9,8 +9,8 @@ from typing import Any
 
 from prepkit.compat.accelerate import theirs
 from prepkit.compat.accelerate.accelerator import Accelerator
-from prepkit.compat.accelerate.gradient_state import GradientState
 from prepkit.compat.accelerate.loaders import prepare_data_loader, skip_first_batches
+from prepkit.compat.accelerate.loop import GradientState
 from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered
 from prepkit.compat.accelerate.operations import (
     DistributedOperationException,
@@ -20,8 +20,8 @@ from prepkit.compat.accelerate.operations import (
     gather_object,
     pad_across_processes,
     reduce,
+    synchronize_rng_states,
 )
-from prepkit.compat.accelerate.random_states import synchronize_rng_states
 from prepkit.compat.accelerate.state import AcceleratorState, PartialState
 from prepkit.findings import PlanRejected
 

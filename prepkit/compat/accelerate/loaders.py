@@ -13,7 +13,7 @@ from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
-from prepkit.compat.accelerate.random_states import synchronize_rng_states
+from prepkit.compat.accelerate.operations import synchronize_rng_states
 from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, Intent, Mesh, ShardLoaders, Single
 from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource

@@ -8,13 +8,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from prepkit.compat.accelerate.not_offered import NotOffered, as_the_loop, in_their_words
-from prepkit.compat.accelerate.synchronization import not_averaged
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.court import found
+from prepkit.loading.loader import Loader
+from prepkit.loading.passes import Passes
 from prepkit.training.prepared import Prepared
 
 
@@ -314,3 +316,82 @@ class AcceleratedLoop:
     def _tell(self, rule: str, where: str, what: str) -> None:
         """Warns where a script trains otherwise than under accelerate."""
         self.ready.loop.court.hear((found(rule, where, what),))
+
+
+@contextmanager
+def not_averaged(ready: Prepared) -> Iterator[None]:
+    """Forwards and backwards inside leave each rank its own gradients."""
+    before = ready.loop.state.forced
+    ready.loop.average(forced=False)
+    try:
+        yield
+    finally:
+        ready.loop.average(forced=before)
+
+
+@contextmanager
+def averaged_in_backward(ready: Prepared) -> Iterator[None]:
+    """The backward inside averages all that has come together, though its forward ran in ``not_averaged``.
+
+    Under DDP alone; elsewhere a backward asks what the engine was told last (torch ``Reducer``).
+    """
+    model = ready.model
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    before = ready.loop.state.forced
+    ready.loop.average(forced=True)
+    model.reducer.prepare_for_backward([])  # what the end of an averaging forward does
+    ready.loop.forward_ran()
+    try:
+        yield
+    finally:
+        ready.loop.average(forced=before)
+
+
+@frozen
+class GradientState:
+    """A view of one ``Accelerator``."""
+
+    num_steps: int
+    """Micro-batches of a window."""
+    _ends_window: Callable[[], bool]
+    _passes: Passes
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Nothing: there is no state that accelerators share."""
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present micro-batch ends its window."""
+        return self._ends_window()
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader that is being read, the innermost of several; None outside of any."""
+        return self._passes.under_way[-1] if self._passes.under_way else None
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """All that are being read, the innermost last."""
+        return list(self._passes.under_way)
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether any is."""
+        return bool(self._passes.under_way)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in use is the last of its pass."""
+        loader = self.active_dataloader
+        return isinstance(loader, Loader) and loader.present is not None and loader.present.last
+
+    @property
+    def remainder(self) -> int:
+        """Samples of this rank in the last batch that are no repeats; -1 before it, and where nobody counts."""
+        loader = self.active_dataloader
+        if not self.end_of_dataloader or loader.present.counted is None:
+            return -1
+        return int(loader.present.counted)

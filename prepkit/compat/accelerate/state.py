@@ -16,7 +16,7 @@ from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.config import BF16, FP16, FSDP1, FSDP2, XLA, Config, DeepSpeed
 from prepkit.observe.env import observe_env
 from prepkit.ranks import launcher
-from prepkit.ranks.main_first import main_process_first
+from prepkit.ranks.together import main_process_first
 from prepkit.ranks.world import world
 
 _ENGINES: tuple[tuple[type, str], ...] = (

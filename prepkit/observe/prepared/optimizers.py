@@ -1,22 +1,26 @@
-"""Optimizers and schedulers as a library has left them, out of its wrappers."""
+"""Optimizers with their state, and schedulers, as a library has left them, out of its wrappers."""
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import OneCycleLR
 
 from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
 from prepkit.findings.text import spans
 from prepkit.objects.deepspeed import stepped
+from prepkit.objects.local_part import local
 from prepkit.objects.names import known_bases, named_parameters
+from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.optimizer import horizon
-from prepkit.observe.prepared import fabric, optimizer_state
+from prepkit.observe.prepared import fabric
 
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 """Options and attributes of optimizers of torchao, apex and others that make low-precision weights safe."""
@@ -72,8 +76,8 @@ def prepared_optimizer(given: Any, model: nn.Module, first: dict[int, str], *, s
             if id(param) not in first and param.requires_grad and not lent(param, model)
         ),
         lost=sum(bool(value) and isinstance(key, nn.Parameter) and id(key) not in here for key, value in known.items()),
-        misfits=optimizer_state.misfits(optimizer, first) if state else (),
-        spoiled=optimizer_state.spoiled(optimizer, first) if state else (),
+        misfits=misfits(optimizer, first) if state else (),
+        spoiled=spoiled(optimizer, first) if state else (),
         rounds=any(_says(source, name) for name in MASTERS for source in (*optimizer.param_groups, vars(optimizer))),
         **_rates(optimizer),
     )
@@ -211,3 +215,62 @@ def accumulation(*given: Any) -> int | None:
     shared = state.GradientState._shared_state
     plugin = shared.get("plugin_kwargs") or {}
     return int(plugin["num_steps"]) if "num_steps" in plugin else None
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum")
+"""State of torch's own optimizers that has the shape of its parameter."""
+
+
+def _states(optimizer: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+    state = getattr(optimizer, "state", None) or {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in state and isinstance(held := state[param], dict):
+                yield param, held
+
+
+def misfits(optimizer: Any, first: dict[int, str]) -> tuple[str, ...]:
+    """Names of parameters whose moments have another shape; of torch's own classes, which are known to share it."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return ()
+    return tuple(
+        first[id(param)]
+        for param, held in _states(optimizer)
+        if id(param) in first
+        and any(isinstance(held.get(name), Tensor) and held[name].shape != param.shape for name in MOMENTS)
+    )
+
+
+def spoiled(optimizer: Any, first: dict[int, str]) -> tuple[str, ...]:
+    """Names of parameters with state that is not finite on this rank."""
+    return tuple(
+        first[id(param)]
+        for param, held in _states(optimizer)
+        if id(param) in first and any(map(_is_spoiled, held.values()))
+    )
+
+
+def _is_spoiled(value: Any) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "meta":
+        return False
+    part = local(value).detach()
+    if type(part) is not Tensor or not part.is_floating_point() or part.element_size() < 2 or not part.numel():
+        return False  # of eight bits: what its bytes mean is known to its class alone
+    return not torch.isfinite(part.sum(dtype=torch.float64)).item()
+
+
+def held_alike(optimizer: Any, names: dict[int, str]) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Return what it keeps for the parameters that are named, in numbers that are equal where the state is."""
+    return [
+        (names[id(param)], [(key, _number(value)) for key, value in sorted(held.items())])
+        for param, held in _states(optimizer)
+        if id(param) in names and held
+    ]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, DTensor) or (isinstance(value, Tensor) and type(value) is not Tensor):
+        return "a part"
+    if isinstance(value, Tensor):
+        return fingerprint(value) if value.device.type != "meta" else "meta"
+    return value if isinstance(value, bool | int | float | str) else ""

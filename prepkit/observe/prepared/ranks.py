@@ -17,10 +17,9 @@ from prepkit.objects.names import Site, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.fingerprints.tensor import fingerprint
-from prepkit.observe.prepared import optimizer_state
 from prepkit.observe.prepared.gradients import Gradient, judged_alike, told
 from prepkit.observe.prepared.modules import generator
-from prepkit.observe.prepared.optimizers import inner, options, unlike
+from prepkit.observe.prepared.optimizers import held_alike, inner, options, unlike
 from prepkit.ranks.world import ranks_of, world
 
 
@@ -93,7 +92,7 @@ def _state(facts: RunFacts, places: list[Site], optimizers: list[Any]) -> list[A
     params = {path: param for path, param in parameters_at(places) if path in whole}
     names = {id(param): path for path, param in params.items()}
     kept = [inner(one) for one in optimizers]
-    return [optimizer_state.alike(one, names) for one in kept if type(one).__name__ != "ZeroRedundancyOptimizer"]
+    return [held_alike(one, names) for one in kept if type(one).__name__ != "ZeroRedundancyOptimizer"]
 
 
 def _params(facts: RunFacts) -> list[object]:

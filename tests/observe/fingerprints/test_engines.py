@@ -12,7 +12,7 @@ from attrs import frozen
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import prepkit as pk
-from prepkit.applying import values as applied_values
+from prepkit.applying import verification as applied_values
 from prepkit.applying.apply import ApplyHalted, NotAsPlanned
 from prepkit.observe.fingerprints import fingerprints
 from prepkit.observe.fingerprints.parts import Part, parts

@@ -16,7 +16,7 @@ from transformers.activations import ACT2FN
 from prepkit.facts import ModelFacts
 from prepkit.formats.models import config_fields
 from prepkit.formats.models.expressions import Unfit
-from prepkit.formats.models.tree import model_facts
+from prepkit.formats.models.folder import model_facts
 from tests.tools.model_tables.draws import COMMON, SKIPPED, Drawer, Probe
 from tests.tools.model_tables.fit import Solver, Unsolved
 from tests.tools.model_tables.merge import activation, class_data, model_table
