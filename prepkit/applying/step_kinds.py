@@ -13,8 +13,6 @@ from attrs import evolve, frozen
 from prepkit import steps
 from prepkit.applying.checks import forward as forward_checks
 from prepkit.applying.checks import fsdp as fsdp_checks
-from prepkit.applying.checks import loaders as loader_checks
-from prepkit.applying.checks import optimizer_steps as optimizer_checks
 from prepkit.applying.checks import steps as checks
 from prepkit.applying.handlers import (
     allocate,
@@ -179,13 +177,13 @@ KINDS: dict[type, StepKind] = {
     steps.AverageGradients: StepKind(average_gradients.AVERAGE, fsdp_checks.averaged, as_written),
     steps.ConvertSyncBatchNorm: StepKind(sync_batch_norm.CONVERT, checks.batch_norms, as_written),
     steps.WrapFSDP1: StepKind(fsdp1.WRAP, checks.fsdp1_units, wrap_fsdp1),
-    steps.RegroupOptimizer: StepKind(fsdp1.REGROUP, optimizer_checks.regrouped, as_written),
+    steps.RegroupOptimizer: StepKind(fsdp1.REGROUP, checks.regrouped, as_written),
     steps.WrapDDP: StepKind(ddp.WRAP, checks.ddp, wrap_ddp),
-    steps.RebindOptimizer: StepKind(optimizer.REBIND, optimizer_checks.rebound, as_written),
-    steps.CreateOptimizer: StepKind(optimizer.CREATE, optimizer_checks.created, as_written),
+    steps.RebindOptimizer: StepKind(optimizer.REBIND, checks.rebound, as_written),
+    steps.CreateOptimizer: StepKind(optimizer.CREATE, checks.created, as_written),
     steps.CreateGradScaler: StepKind(grad_scaler.SCALER, checks.grad_scaler, on_cpu),
-    steps.ShardLoader: StepKind(loaders.SHARD, loader_checks.divided, NO_LOADERS),
-    steps.WrapLoader: StepKind(loaders.WRAP, loader_checks.wrapped, NO_LOADERS),
+    steps.ShardLoader: StepKind(loaders.SHARD, checks.divided, NO_LOADERS),
+    steps.WrapLoader: StepKind(loaders.WRAP, checks.wrapped, NO_LOADERS),
     steps.ConvertFP8Linears: StepKind(fp8.CONVERT, forward_checks.converted, where_torchao_is),
     steps.ConvertTransformerEngine: StepKind(transformer_engine.CONVERT, forward_checks.engine, NO_ENGINE),
     steps.AutocastFP8Forward: StepKind(transformer_engine.AUTOCAST, forward_checks.autocast, NO_ENGINE),

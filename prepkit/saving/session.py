@@ -1,4 +1,4 @@
-"""The checkpoints of one prepared run: what goes into them, and what comes out."""
+"""The checkpoints of one prepared run: what goes into them, and what is found, checked and read out of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
@@ -14,7 +16,7 @@ from prepkit.codec import load_plan, plan_to_text
 from prepkit.codec.files import attestation_to_text
 from prepkit.court import Court
 from prepkit.facts.run import RunFacts
-from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, SavedModule, SavedWindows
+from prepkit.facts.saved_run import FolderFacts, ResumeFacts, Said, SavedFacts, SavedModule, SavedRun, SavedWindows
 from prepkit.findings import PlanRejected
 from prepkit.objects import joint_optimizer, names
 from prepkit.observe.prepared.around import saved_in_parts
@@ -22,12 +24,12 @@ from prepkit.plan import Plan
 from prepkit.ranks.world import world
 from prepkit.rules import by_id
 from prepkit.rules.rule import Moment, findings_of
+from prepkit.saving import contents, files, saved_facts, state, writing
 from prepkit.saving import folder as folders
-from prepkit.saving import reading, saved_facts, state, writing
 from prepkit.saving.contents import MODEL, Contents
-from prepkit.saving.failures import CheckpointFailed, on_every_rank
-from prepkit.saving.files import PLAN, plain_bytes
-from prepkit.saving.reading import WholeCheckpoint
+from prepkit.saving.failures import CheckpointFailed, failed, on_every_rank, torch_failure
+from prepkit.saving.files import MANIFEST, METADATA, PLAN, SHARED, own_file, plain_bytes
+from prepkit.saving.planners import LoadPlanner
 from prepkit.saving.run import RunParts
 from prepkit.saving.writing import Snapshot, Writer
 
@@ -102,11 +104,11 @@ class Checkpoints:
         court = self.court.also_accepting(accepted)
         path = self._folder(folder)
         self.writer.goes_on_from(path)
-        if missing_ok and (nothing := reading.nothing_saved(path)):
+        if missing_ok and (nothing := nothing_saved(path)):
             court.ask(Moment.RESUME, ResumeFacts(where=str(Path(path).absolute()), nothing=nothing))
             return None
         self.writer.finish()
-        return self._read(run, reading.open_source(path), court, accepted, only_model=only_model)
+        return self._read(run, open_source(path), court, accepted, only_model=only_model)
 
     def _read(
         self, run: RunParts, source: WholeCheckpoint, court: Court, accepted: tuple[str, ...], *, only_model: bool
@@ -128,11 +130,11 @@ class Checkpoints:
             court.ask(Moment.RESUME, facts)
             return facts
 
-        facts = on_every_rank(fits, reading.NOT_READ, source.path)
+        facts = on_every_rank(fits, NOT_READ, source.path)
         with state.filled(run.model, optimizer, source.names, source.shared.get("groups", [])) as wanted:
-            found = reading.compared(facts, source, wanted, only_model=optimizer is None)
+            found = compared(facts, source, wanted, only_model=optimizer is None)
             court.ask(Moment.RESUME, found)
-            reading.fill(source, wanted)
+            fill(source, wanted)
         if not settles:
             return Resumed()
         _settle(run, source, facts)
@@ -238,3 +240,130 @@ def _settle(run: RunParts, source: WholeCheckpoint, facts: ResumeFacts) -> None:
     state.set_positions(run.loaders, own["loaders"], shared.get("loaders", []), same_ranks=same_ranks)
     if source.own is not None:
         state.set_random_states(source.own["random"])
+
+
+NOT_READ = "checkpoint.not-read"
+
+
+@frozen(kw_only=True)
+class WholeCheckpoint:
+    """A checkpoint that is whole, and what is in it."""
+
+    path: Path
+    torn: tuple[str, ...] = ()
+    """Problems of newer checkpoints in the folder."""
+    saved: SavedRun | None
+    """None: torch has written it without prepkit, and nobody knows the run that it is of."""
+    metadata: Metadata
+    shared: dict[str, Any]
+    """State that is the same on every rank; empty without a manifest."""
+    own: dict[str, Any] | None
+    """State of this rank alone; None where fewer ranks were saved."""
+
+    @property
+    def names(self) -> dict[str, tuple[int, ...] | None]:
+        """Everything that it holds of model and optimizer, and the shapes of tensors."""
+        shapes = {name: tuple(one.size) for name, one in files.tensors(self.metadata).items()}
+        return {**dict.fromkeys(self.shared.get("plain", {})), **shapes}
+
+
+def open_source(folder: str) -> WholeCheckpoint:
+    """Open the newest whole checkpoint in the folder, its bytes checked. Collective: every rank checks its share.
+
+    Raises ``CheckpointFailed`` on every rank where there is none, and where a byte is not as it was written.
+    """
+    chosen: Any = on_every_rank(lambda: _choose(folder) if world().is_first else None, NOT_READ, folder)
+    path, torn = world().from_first(chosen)
+    return evolve(on_every_rank(lambda: _read(path), NOT_READ, path), torn=torn)
+
+
+def nothing_saved(folder: str) -> str:
+    """Why no checkpoint was ever finished in the folder; empty where one was. Collective, by rank 0's word.
+
+    Checkpoints that are there and damaged are something: going on without them would train over them.
+    """
+
+    def look() -> str:
+        if not world().is_first or not folders.nothing_finished(folder):
+            return ""
+        return "it holds no finished checkpoint" if Path(folder).exists() else "there is no such folder"
+
+    return world().from_first(on_every_rank(look, NOT_READ, folder))
+
+
+def _choose(folder: str) -> tuple[Path, tuple[str, ...]]:
+    """The first that is whole, and what is wrong with those before it."""
+    found, problem = folders.find(folder)
+    torn = [f"{Path(folder, folders.LATEST)}: {problem}"] if problem else []
+    for path in found:
+        if _is_torch_s(path) and str(path) == str(Path(folder)):
+            return path, ()
+        try:
+            files.read_manifest(path)
+        except CheckpointFailed as error:
+            torn += [f"{finding.where}: {finding.what}" for finding in error.findings]
+            continue
+        return path, tuple(torn)
+    raise failed("checkpoint.not-there", folder, f"it holds no whole checkpoint: {'; '.join(torn)}")
+
+
+def _is_torch_s(path: Path) -> bool:
+    """True where torch has written it without prepkit, and not where one of prepkit's has lost its manifest."""
+    ours = any((path / name).exists() for name in (MANIFEST, SHARED, own_file(0)))
+    return not ours and (path / METADATA).is_file()
+
+
+def _read(path: Path) -> WholeCheckpoint:
+    if _is_torch_s(path):
+        return WholeCheckpoint(path=path, saved=None, metadata=files.read_metadata(path), shared={}, own=None)
+    saved = files.read_manifest(path)
+    if bad := files.damaged(path, saved):
+        before = [str(other) for other in folders.checkpoints(str(path.parent)) if other != path]
+        fix = f"Go on from {before[0]}." if before else "Restore the files from a copy."
+        raise failed("checkpoint.damaged", path, f"{', '.join(bad)}: not the bytes that were written", fix)
+    rank = own_file(world().rank)
+    kept = {file.name for file in saved.files}
+    return WholeCheckpoint(
+        path=path,
+        saved=saved,
+        metadata=files.read_metadata(path),
+        shared=files.read_plain(path / SHARED) if SHARED in kept else {},
+        own=files.read_plain(path / rank) if rank in kept else None,
+    )
+
+
+def compared(facts: ResumeFacts, source: WholeCheckpoint, wanted: Contents, *, only_model: bool) -> ResumeFacts:
+    """The facts with the names and shapes in which the checkpoint and ``wanted`` differ."""
+    stored = files.tensors(source.metadata)
+    return evolve(
+        facts,
+        lacking=tuple(contents.missing(wanted, source.names)),
+        unknown=tuple(contents.unknown(wanted, source.names, only_model=only_model)),
+        reshaped=tuple(
+            f"{name} {list(stored[name].size)}, here {list(one.shape)}"
+            for name, one in wanted.tensors.items()
+            if name in stored and tuple(stored[name].size) != tuple(one.shape)
+        ),
+    )
+
+
+def fill(source: WholeCheckpoint, wanted: Contents) -> None:
+    """Read tensors into those of ``wanted``, and all else into its ``plain``. Collective."""
+    reader, planner = files.reader(source.path, source.metadata), LoadPlanner()
+    tensors = contents.nested(wanted.tensors)
+
+    def alone() -> None:
+        """Take the steps that torch's ``load`` takes without a process group, of which it would warn each time."""
+        planner.set_up_planner(tensors, source.metadata, is_coordinator=True)
+        reader.set_up_storage_reader(source.metadata, True)  # noqa: FBT003 - torch's own signature
+        plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+        (plan,) = reader.prepare_global_plan(plans)
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    if world().running:
+        with torch_failure(NOT_READ, source.path):
+            load(tensors, storage_reader=reader, planner=planner)
+    else:
+        on_every_rank(alone, NOT_READ, source.path)
+    plain = source.shared.get("plain", {})
+    wanted.plain.update({name: plain[name] for name in wanted.plain})

@@ -6,17 +6,26 @@ What is looked at in one library only is in a file of its own beside this one (`
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
+from attrs import evolve
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.applying.checks import fsdp
 from prepkit.facts.run import Departure, each, same
+from prepkit.loading.batch_sampler import SeededOrder
+from prepkit.loading.joint_sources import DispatchedSource, ShardsSource
+from prepkit.loading.loader import Loader
+from prepkit.loading.sources import IndexedSource, StreamSource
+from prepkit.objects import fsdp1_flat
 from prepkit.objects.deepspeed import initialised as compared
 from prepkit.objects.entry_point import ThroughWrapper, like_forward
 from prepkit.objects.forward import MARK, AutocastedForward, CastedForward, FP8Forward
+from prepkit.objects.joint_optimizer import members
 from prepkit.objects.local_part import local
 from prepkit.objects.state import LiveModel, actual_layout
 from prepkit.objects.xla_gradients import XLAGradients
@@ -29,6 +38,7 @@ from prepkit.steps import (
     ConvertOptimizer,
     ConvertSyncBatchNorm,
     CreateGradScaler,
+    CreateOptimizer,
     InitializeDeepSpeed,
     MakeContiguous,
     MarkLeafModules,
@@ -36,15 +46,19 @@ from prepkit.steps import (
     MoveToXLA,
     ParallelizeModules,
     PartitionParameters,
+    RebindOptimizer,
     ReduceXLAGradients,
     RegisterEntryPoints,
+    RegroupOptimizer,
     SendTensors,
+    ShardLoader,
     ShardUnits,
     StartProcessGroup,
     Step,
     UpcastParameters,
     WrapDDP,
     WrapFSDP1,
+    WrapLoader,
 )
 
 
@@ -243,3 +257,134 @@ def initialised(step: InitializeDeepSpeed, live: LiveModel) -> Iterator[Departur
     """The engine's own numbers are the step's, and its optimizer steps what is trained."""
     for what, planned, found in compared(step, live):
         yield from same("InitializeDeepSpeed", what, planned, found)
+
+
+def divided(step: ShardLoader, live: LiveModel) -> Iterator[Departure]:
+    """The loader reads this rank's part of the data, in the planned way."""
+    loader = live.target.loaders[step.index]
+    name = f"loader {step.index}"
+    yield from same("ShardLoader", name, "Loader", type(loader).__name__)
+    if not isinstance(loader, Loader):
+        return
+    source: Any = loader.source
+    kind = "DispatchedSource" if step.dispatch else _KINDS[step.split]
+    yield from same("ShardLoader", f"source of {name}", kind, type(source).__name__)
+    if isinstance(source, IndexedSource):
+        batches = source.batches
+        wanted = (*_reader(step, live), *_order(step))
+        found = (batches.parts, batches.part, *_order_of(batches.order, batches.seed))
+        yield from same("ShardLoader", f"parts, part, order and seed of {name}", wanted, found)
+        here = source.loader.sampler if source.loader.batch_sampler is None else source.loader.batch_sampler
+        yield from each("ShardLoader", f"{name} reads by it", [] if here is batches else [type(here).__name__])
+    elif isinstance(source, StreamSource) and source.divided is not None:
+        stream = source.divided
+        found = (stream.parts, stream.part, stream.seed, source.loader.dataset is stream)
+        yield from same(
+            "ShardLoader", f"parts, part and seed of {name}", (*_reader(step, live), step.seed, True), found
+        )
+    elif isinstance(source, DispatchedSource):
+        found = (source.parts, source.part)
+        yield from same("ShardLoader", f"parts and part of {name}", _reader(step, live), found)
+    elif isinstance(source, ShardsSource):
+        yield from same("ShardLoader", f"parts of {name}", _reader(step, live)[0], source.parts)
+
+
+_KINDS = {
+    "samples": "IndexedSource",
+    "sampler": "IndexedSource",
+    "batches": "IndexedSource",
+    "stream": "StreamSource",
+    "shards": "ShardsSource",
+}
+
+
+def _order(step: ShardLoader) -> tuple[Any, ...]:
+    given = step.split != "samples" or step.seed is None
+    return ("own", None, step.seed) if given else ("prepkit", step.shuffle, step.seed)
+
+
+def _order_of(order: Any, seed: int | None) -> tuple[Any, ...]:
+    if isinstance(order, SeededOrder):
+        return "prepkit", order.shuffle, order.seed
+    return "own", None, seed
+
+
+def wrapped(step: WrapLoader, live: LiveModel) -> Iterator[Departure]:
+    """Yield what is handed out moves batches to the planned device, and may end windows as planned."""
+    loader = live.target.loaders[step.index]
+    name = f"loader {step.index}"
+    yield from same("WrapLoader", name, "Loader", type(loader).__name__)
+    if isinstance(loader, Loader):
+        kind = None if loader.device is None else loader.device.type
+        yield from same("WrapLoader", f"device of {name}", None if step.device is None else step.device.type, kind)
+        found = (loader.ends_window, loader.evaluation, loader.part)
+        wanted = (step.ends_window, step.evaluation, _reader(step, live)[1])
+        yield from same("WrapLoader", f"ends windows, evaluation and part of {name}", wanted, found)
+
+
+def _reader(step: ShardLoader | WrapLoader, live: LiveModel) -> tuple[int, int]:
+    """Number of parts of the data, and this rank's: ranks that differ only in other axes than the step's share one."""
+    mesh = live.target.mesh
+    if step.axes is None or mesh is None:
+        return world().size // step.same_data, world().rank // step.same_data
+    sizes = [mesh[axis].size() for axis in step.axes]
+    places = [mesh.get_local_rank(axis) for axis in step.axes]
+    return prod(sizes), sum(place * prod(sizes[at + 1 :]) for at, place in enumerate(places))
+
+
+def regrouped(step: RegroupOptimizer, live: LiveModel) -> Iterator[Departure]:
+    """Every name is once in its group, whatever holds it now."""
+    yield from each("RegroupOptimizer", "no state is left behind", sorted(live.target.released))
+    yield from each("RegroupOptimizer", "groups hold what they held", fsdp.wrong_groups(step, live))
+
+
+def rebound(step: RebindOptimizer, live: LiveModel) -> Iterator[Departure]:
+    """State that was released has been laid out as its parameter lies."""
+    del step
+    yield from each("RebindOptimizer", "no state is left behind", sorted(live.target.released))
+    optimizer = live.target.optimizer
+    names = {id(param): name for name, param in reversed(live.params.items())}  # a tied one under its first name
+    bad = [
+        f"{key} of {names[id(param)]} has {difference}"
+        for param, state in (optimizer.state if optimizer else {}).items()
+        if id(param) in names
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == param.shape
+        for difference in _apart(param, value)
+    ]
+    yield from each("RebindOptimizer", "state lies as its parameter does", bad)
+
+
+def _apart(param: Tensor, value: Tensor) -> tuple[str, ...]:
+    of_param, of_state = actual_layout(param), actual_layout(value)
+    # Class, dtype and requires_grad may differ.
+    expected = evolve(of_state, placements=of_param.placements, local_shape=of_param.local_shape)
+    return expected.against(of_state)
+
+
+def created(step: CreateOptimizer, live: LiveModel) -> Iterator[Departure]:
+    """Class, parameters and options are those of the step."""
+    if hasattr(live.target.model, "basic_optimizer"):
+        return  # DeepSpeed has taken it over; what it holds is looked at there
+    standing = members(live.target.optimizer)
+    optimizer = standing[step.index] if step.index < len(standing) else None
+    yield from same("CreateOptimizer", "class", step.algorithm, type(optimizer).__name__)
+    groups = optimizer.param_groups if optimizer else []
+    slots = [id(param) for group in groups for param in group["params"]]
+    holders = {**live.params, **fsdp1_flat.holders(live.target.model)}
+    planned = [(step.names, step.options), *((group.names, (*step.options, *group.options)) for group in step.groups)]
+    planned = [(names, options) for names, options in planned if names]
+    wanted: dict[int, str] = {}
+    for name in (name for names, _ in planned for name in names):
+        wanted.setdefault(id(holders.get(name)), name)  # what holds several, once
+    yield from same("CreateOptimizer", "number of parameters", len(wanted), len(slots))
+    bad = [name for (key, name), slot in zip(wanted.items(), slots, strict=False) if key != slot]
+    yield from each("CreateOptimizer", "every slot holds the model's parameter", bad)
+    yield from same("CreateOptimizer", "groups", len(planned), len(groups))
+    bad = [
+        f"{name} planned {value}, found {group.get(name)}"
+        for (_, options), group in zip(planned, groups, strict=False)
+        for name, value in {option.name: option.value for option in options}.items()
+        if group.get(name) != value
+    ]
+    yield from each("CreateOptimizer", "options", bad)

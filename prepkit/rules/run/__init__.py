@@ -8,9 +8,7 @@ from prepkit.rules.run import (
     averaging,
     beside,
     drift,
-    drift_course,
     gradients,
-    inside,
     loaders,
     modules,
     numbers,
@@ -27,7 +25,6 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *who_steps.RULES,
     *unread.RULES,
     *modules.RULES,
-    *inside.RULES,
     *numbers.RULES,
     *wrappers.RULES,
     *averaging.RULES,
@@ -38,7 +35,6 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *window.RULES,
     *beside.RULES,
     *drift.RULES,
-    *drift_course.RULES,
     applied.STEPS,
 )
 """Every rule about prepared objects in reporting order: a plan, who steps, model, ranks, data, changes, steps."""

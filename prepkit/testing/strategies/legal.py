@@ -17,10 +17,10 @@ from prepkit.resolve.modules import select
 from prepkit.resolve.resolved import Resolved
 from prepkit.rules import RULES, check, fsdp1, fsdp_units, ignored, mesh, model
 from prepkit.rules.ddp import lost_in_sync
+from prepkit.rules.fsdp_units import REDUCES_ZEROS
 from prepkit.rules.mesh import nearest
 from prepkit.rules.model import apart
 from prepkit.rules.precision import SCALED
-from prepkit.rules.unused import REDUCES_ZEROS
 from prepkit.rules.weights import RULES as WEIGHTS
 from prepkit.testing.strategies.configs import (
     DTYPES,

@@ -11,9 +11,8 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 import prepkit as pk
-from prepkit.applying.verification import verify
+from prepkit.applying.verification import copies, verify
 from prepkit.config import BF16, FP16, Config
-from prepkit.observe.prepared.applied import copies
 from prepkit.planner import plan
 from prepkit.steps import CreateGradScaler
 from prepkit.testing.tiny import tiny_facts

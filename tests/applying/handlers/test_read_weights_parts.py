@@ -279,10 +279,8 @@ def test_models_of_other_libraries_are_left_alone(tmp_path: Path) -> None:
 
 def test_without_the_librarys_mapping_nothing_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with transformers 4."""
-    from prepkit.observe import checkpoint
-
     path = saved(tmp_path, "mixtral")
-    monkeypatch.setattr(checkpoint, "find_spec", lambda name: None)
+    monkeypatch.setattr("prepkit.observe.find_spec", lambda name: None)
     assert "`model.layers.0.mlp.experts.gate_up_proj`" in findings(path)["weights.missing-keys"]
 
 
