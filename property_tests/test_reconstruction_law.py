@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prepkit import config as c
 from prepkit.applying.rehearse import staged
-from prepkit.auditing.account import plan_of
+from prepkit.auditing.outcome import Audit
 from prepkit.auditing.reconstruction import reconstruct
 from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.facts import Env, Facts
@@ -50,7 +50,7 @@ def unlike(seed: Seed, text: str) -> str:
     if reasons := reconstruct(facts).reasons:
         return "\n".join(map(str, reasons))
     try:
-        told = plan_of(facts)
+        told = Audit(facts=facts, findings=()).plan()
     except PlanRejected as refused:
         return str(refused)
     return differences(plan, told)

@@ -72,7 +72,6 @@ def test_every_room_but_those_that_act_or_look_is_kept_from_torch() -> None:
         if (one / "__init__.py").exists() or (one.suffix == ".py" and not one.stem.startswith("__"))
     }
     assert set(kept) == {f"prepkit.{room}" for room in rooms - ACTING} | {
-        "prepkit.auditing.account",
         "prepkit.auditing.outcome",
         "prepkit.auditing.reconstruction",
     }

@@ -1,17 +1,21 @@
-"""What an audit comes to."""
+"""What an audit comes to, and what a prepared model costs and which config it is, told with the tables of a plan."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 from attrs import field, frozen
 
 from prepkit.config import Config
 from prepkit.facts.run import RunFacts
-from prepkit.findings import Finding, Severity
-from prepkit.findings.text import count, short
+from prepkit.findings import Finding, PlanRejected, Severity
+from prepkit.findings.text import aligned, count, in_bytes, short
 from prepkit.plan import Plan
+
+if TYPE_CHECKING:  # what only a question needs is imported with it
+    from prepkit.auditing.reconstruction import Reconstruction
 
 
 @frozen(kw_only=True)
@@ -53,24 +57,18 @@ class Audit:
         What leaves no trace keeps its default: where the weights came from, clipping and accumulation that a loop does
         by itself, how loaders are divided.
         """
-        from prepkit.auditing.account import config_of
-
-        return config_of(self.facts)
+        return _told(self.facts).config
 
     def plan(self) -> Plan:
         """Its plan, for the model as it was before; ``pk.diff`` of it and another shows what that would do otherwise.
 
         Raises ``PlanRejected`` where there is no config, or prepkit has no plan for it.
         """
-        from prepkit.auditing.account import plan_of
-
-        return plan_of(self.facts)
+        return _planned(_told(self.facts))
 
     def explain(self) -> str:
         """Return what this rank holds now, and structure, memory and traffic as on a plan's page (``pk.show``)."""
-        from prepkit.auditing.account import explained
-
-        return explained(self.facts)
+        return _explained(self.facts)
 
     def __str__(self) -> str:
         said = [str(finding) for finding in self.findings]
@@ -100,3 +98,53 @@ def _head(facts: RunFacts) -> str:
         *(() if facts.ranks or facts.world_size == 1 else ("the other ranks were not asked",)),
     )
     return f"audit of {'; '.join(parts)}"
+
+
+def _explained(facts: RunFacts) -> str:
+    """What this rank holds now; then structure, memory and traffic as on the page of the nearest config's plan."""
+    from prepkit.auditing.reconstruction import reconstruct
+    from prepkit.render.plan import tables
+
+    found = reconstruct(facts)
+    try:
+        costs = tables(_planned(found))
+    except PlanRejected as refused:
+        costs = "\n".join(("no tables, because prepkit has no plan for it", *map(str, refused.findings)))
+    return "\n\n".join(("\n".join(_held(facts)), "\n".join(_which(found)), costs))
+
+
+def _held(facts: RunFacts) -> Iterator[str]:
+    yield f"rank {facts.rank} of {facts.world_size} holds now"
+    held = facts.preparation.held if facts.preparation else ()
+    rows = tuple((one.what, in_bytes(one.bytes), one.device) for one in held)
+    yield from aligned(rows, indent=2)
+
+
+def _which(found: Reconstruction) -> Iterator[str]:
+    from prepkit.formats.exporters.exported import config_text
+
+    if not found.reasons:
+        yield f"prepared as by this config, with the engine {type(found.config.engine).__name__}"
+        yield from (f"  {line}" for line in config_text(found.config, "config.yaml").splitlines())
+        return
+    yield "no config of prepkit asks for it; the tables are those of the nearest one, which does not say that"
+    yield from (f"  {reason.where}: {reason.what}" for reason in found.reasons)
+
+
+def _told(facts: RunFacts) -> Reconstruction:
+    from prepkit.auditing.reconstruction import reconstruct
+
+    found = reconstruct(facts)
+    if found.reasons:
+        raise PlanRejected(found.reasons)
+    return found
+
+
+def _planned(found: Reconstruction) -> Plan:
+    from prepkit import planner
+
+    return planner.plan(found.config, found.facts).lash(_reject).unwrap()
+
+
+def _reject(findings: tuple[Finding, ...]) -> NoReturn:
+    raise PlanRejected(findings)

@@ -7,7 +7,6 @@ the planner, from facts, and the plan gives the reason.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
 
 from attrs import frozen
 
@@ -46,6 +45,7 @@ from prepkit.config.engines import (
     TPPlanFromModel,
 )
 from prepkit.config.field_docs import show_fields
+from prepkit.config.loaders import EachLoader, KeepLoaders, Loaders, ShardLoaders
 from prepkit.config.optimizer import *  # noqa: F403  # the file's table says what there is
 from prepkit.config.optimizer import Clip, ClipNorm, ClipValue, OptimizerSpec
 from prepkit.config.origin import Origin
@@ -63,101 +63,8 @@ from prepkit.config.precision import (
     TorchAO,
     TransformerEngine,
 )
+from prepkit.config.weights import BroadcastWeights, InitWeights, LoadWeights, Weights
 from prepkit.findings.keywords import explain_keywords
-
-Purpose = Literal["training", "evaluation"]
-
-
-@frozen(kw_only=True)
-class ShardLoaders:
-    """Every data-parallel rank reads its own part of each loader, in an order that follows from seed and epoch.
-
-    Each rank keeps the batch size that the loader has, and all ranks have the same number of batches.
-    """
-
-    seed: int = 0
-    """Seed of what is drawn at random. The order is the same on any number of ranks, and another in every epoch."""
-    draws: Literal["seed", "sampler"] = "seed"
-    """What orders follow from. ``sampler``: samplers draw as they do alone, from their own generator or else from the
-    process's, which have to be in one state on all ranks; streams follow from the seed all the same."""
-    drop_last: bool = False
-    """Drop the tail that does not divide by the ranks. False repeats samples from the start instead."""
-    purpose: Purpose = "training"
-    """For ``evaluation`` every sample is read once: the last batches are smaller instead of filled up. Where there are
-    fewer samples than ranks, ``ready.ranks.gather_for_metrics`` leaves the repeats out."""
-    split_batches: bool = False
-    """The batch size that a loader has is that of all ranks together, and each rank gets its part of every batch."""
-    dispatch: bool = False
-    """Rank 0 reads for all ranks and sends each its batches: for data that only one process can read."""
-    to_device: bool = True
-    """Move each batch to the device that the model computes on."""
-    ends_window: bool = True
-    """The last batch of a pass ends the accumulation window, so that no gradient waits for the next epoch."""
-    whole_batches: bool = False
-    """The last batch of every rank is whole, filled up from the start as accelerate does it, so that nearly a batch per
-    rank may be read twice. False cuts what is left into equal parts."""
-
-
-@frozen(kw_only=True)
-class KeepLoaders:
-    """Loaders read what they read when they were given: the caller has split the data already."""
-
-    purpose: Purpose = "training"
-    """Evaluation never ends an accumulation window."""
-    to_device: bool = True
-    """Move each batch to the device that the model computes on."""
-    ends_window: bool = True
-    """The last batch of a pass ends the accumulation window, so that no gradient waits for the next epoch."""
-
-
-@frozen
-class EachLoader:
-    """A choice for each loader, such as ``EachLoader((ShardLoaders(), ShardLoaders(purpose="evaluation")))``."""
-
-    choices: tuple[ShardLoaders | KeepLoaders, ...]
-    """In the order of the loaders."""
-
-
-Loaders = ShardLoaders | KeepLoaders | EachLoader
-
-
-@frozen
-class InitWeights:
-    """New values from the modules' own ``reset_parameters`` and ``_init_weights``, also for a model on meta.
-
-    The values depend on the seed and on each module's path: they are equal on all ranks and for every world size.
-    """
-
-    seed: int = 0
-    """Any whole number."""
-
-
-@frozen
-class LoadWeights:
-    """Values from safetensors files, also for a model on meta: every rank reads the bytes of its own shards.
-
-    What a model of transformers (from 5 on) saves under other names or in parts is read into its place, as its
-    ``from_pretrained`` would put it.
-    """
-
-    path: str
-    """A ``.safetensors`` file, a ``.safetensors.index.json``, or the folder that holds either (``save_pretrained``)."""
-    rename: tuple[tuple[str, str], ...] = ()
-    """Regular expressions and what to put in their place, applied in turn to every key: ``(("^policy[.]", ""),)``.
-
-    They come before what the model's library renames, and a name of the model that they give stays."""
-
-
-@frozen(kw_only=True)
-class BroadcastWeights:
-    """The values that rank 0's model has, sent to all; on every other rank the model may be on meta.
-
-    Each rank is sent its own part, so that those on meta never hold more than their shards and one piece of a tensor.
-    """
-
-
-Weights = InitWeights | LoadWeights | BroadcastWeights | None
-"""None: the values that the model has. A model on the meta device has none, and ``apply`` refuses it."""
 
 
 class Intent(StrEnum):

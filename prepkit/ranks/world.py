@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -199,22 +199,3 @@ def average_on_xla(tensors: list[Tensor]) -> None:
 
 class RankZeroFailed(RuntimeError):
     """Rank 0 failed at something that only it does; the same error on every other rank."""
-
-
-def on_rank_zero(act: Callable[[], None], what: str) -> None:
-    """Run ``act`` on rank 0. Collective: returns on every rank once it is done.
-
-    Raises on every rank where it fails: on rank 0 what it raised, on the others ``RankZeroFailed`` with the same text.
-    ``what`` is the subject of that text, such as ``runs/7 could not be written``.
-    """
-    error: Exception | None = None
-    if world().is_first:
-        try:
-            act()
-        except Exception as raised:  # the others wait to hear how it went
-            error = raised
-    text = world().from_first(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if text is not None:
-        raise RankZeroFailed(f"{what}: rank 0 raised {text}")

@@ -31,11 +31,6 @@ _AVERAGES_ON_CPU = (2, 9)
 """Release from which on gloo divides what ``fully_shard`` asks it to average; 2.7 and 2.8 were seen to only add."""
 
 
-def _device(resolved: Resolved) -> str:
-    """Device type that will be used: that of the environment, unless the CPU is asked for."""
-    return "cpu" if resolved.cfg.device == "cpu" else resolved.facts.env.device
-
-
 def _world(resolved: Resolved) -> Iterator[Hit]:
     if resolved.facts.env.world_size < 1:
         yield Hit("env.world_size", f"{resolved.facts.env.world_size} processes cannot prepare a model.")

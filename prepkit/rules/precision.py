@@ -85,10 +85,6 @@ def _reduce_ignored(resolved: Resolved) -> Iterator[Hit]:
         yield Hit("config.precision.reduce_dtype", f"{asked} has no effect: {engine} {does}.")
 
 
-def _low(facts: Facts) -> tuple[ParamFact, ...]:
-    return tuple(p for p in facts.model.params if p.requires_grad and p.dtype in ("bfloat16", "float16"))
-
-
 def _stored(resolved: Resolved) -> Iterator[Hit]:
     low = resolved.low_precision_params
     if resolved.cfg.precision is None and resolved.cfg.intent is Intent.TRAINING and low:

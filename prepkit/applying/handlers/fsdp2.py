@@ -44,7 +44,6 @@ def shard_ready(step: ShardUnits, target: Target) -> problems.Problems:
 
 
 _UNUSED = "set_reduce_scatter_unused_params"
-_OLD = f"reduce_unused: this torch {torch.__version__} has no FSDPModule.{_UNUSED}; pip install 'torch>=2.13'"
 
 
 def _other_units(step: ShardUnits, target: Target) -> problems.Problems:

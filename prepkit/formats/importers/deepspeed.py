@@ -14,11 +14,6 @@ from prepkit.formats.importers.source import Imported, Source
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP
 
 _KNOWN_BY = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16")
-_LAUNCHING = (
-    *("steps_per_print", "wall_clock_breakdown", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"),
-    *("flops_profiler", "memory_breakdown", "dump_state", "autotuning", "elasticity", "log_level", "timers"),
-)
-"""Sections that watch or search, and change nothing of what is prepared. DeepSpeed gets them all the same."""
 
 
 def read_deepspeed(source: Source, asked: Precision | None = None) -> Imported:

@@ -6,7 +6,6 @@ from prepkit.rules.rule import Rule
 from prepkit.rules.run import (
     applied,
     averaging,
-    beside,
     drift,
     gradients,
     loaders,
@@ -14,7 +13,6 @@ from prepkit.rules.run import (
     numbers,
     owners,
     ranks,
-    unread,
     who_steps,
     window,
     wrappers,
@@ -23,7 +21,6 @@ from prepkit.rules.run import (
 AUDIT_RULES: tuple[Rule, ...] = (
     *applied.RULES,
     *who_steps.RULES,
-    *unread.RULES,
     *modules.RULES,
     *numbers.RULES,
     *wrappers.RULES,
@@ -33,7 +30,6 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *loaders.RULES,
     *owners.RULES,
     *window.RULES,
-    *beside.RULES,
     *drift.RULES,
     applied.STEPS,
 )

@@ -1,5 +1,4 @@
-"""What has changed since an earlier look, while the model trains: parameters, ties, optimizers, hooks, rates,
-modes, options, counts.
+"""What has changed since an earlier look, while the model trains: parameters, optimizers, hooks, rates, modes, counts.
 
 Optimizers, DDP's buckets and ZeRO's master weights hold what the model had when it was prepared. torch and DeepSpeed
 go on with that, and raise nothing.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from prepkit.applying.handlers import grad_scaler
+from prepkit.applying.handlers import gradients
 from prepkit.applying.verification import verify
 from prepkit.config import DDP, FP16, FSDP2, ClipNorm, Config, Engine, Single
 from prepkit.objects.target import Target
@@ -141,11 +141,11 @@ def test_every_accelerator_gets_torch_s_scaler_for_its_type(
 ) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     for kind in ("GradScaler", "ShardedGradScaler"):
-        monkeypatch.setattr(grad_scaler, kind, lambda kind=kind, **given: calls.append((kind, given)))
+        monkeypatch.setattr(gradients, kind, lambda kind=kind, **given: calls.append((kind, given)))
     step = CreateGradScaler(
         device=device, sharded=sharded, init_scale=2.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=1
     )
-    grad_scaler.scaler_do(step, Target(model=Tiny()))
+    gradients.scaler_do(step, Target(model=Tiny()))
     numbers = {"init_scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1}
     assert calls == [("ShardedGradScaler" if sharded else "GradScaler", {"device": device, **numbers})]
 
