@@ -326,7 +326,7 @@ def test_a_checkpoint_that_is_being_written_is_whole_when_an_error_has_ended_the
 
 def test_a_resume_reads_only_once_everything_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path)
-    monkeypatch.setattr(session.reading, "fill", lambda *_a, **_k: pytest.fail("nothing is read before it fits"))
+    monkeypatch.setattr(session, "fill", lambda *_a, **_k: pytest.fail("nothing is read before it fits"))
     refused(prepared(split=False), tmp_path)
 
 
