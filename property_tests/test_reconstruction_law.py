@@ -19,7 +19,7 @@ from prepkit.codec import plan_from_text, plan_to_text
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected
 from prepkit.observe import observe
-from prepkit.observe.prepared import BEFORE_A_STEP, look
+from prepkit.observe.prepared.look import BEFORE_A_STEP, look
 from prepkit.planner import plan
 from prepkit.resolve.units import ignored_params
 from prepkit.rules.rule import Need

@@ -250,7 +250,7 @@ def _interpreted(
     Of a failing step the guard hears before anything is undone; of refused checks only here, as nothing was begun.
     """
     steps = tuple(planned.step for planned in plan.steps)
-    ask = partial(interpret, steps, handlers(), target, judge=court.judged, finish=finish)
+    ask = partial(interpret, steps, handlers(map(type, steps)), target, judge=court.judged, finish=finish)
     if guard is None:
         return ask()
     outcome = ask(guard.on_event, on_failure=guard.report_failure)

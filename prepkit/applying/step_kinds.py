@@ -5,45 +5,15 @@ A new kind of step gets a row in ``KINDS``. Handlers, which are below, read thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import Any, TypeVar
 
 from attrs import evolve, frozen
 
 from prepkit import steps
-from prepkit.applying.checks import forward as forward_checks
-from prepkit.applying.checks import fsdp as fsdp_checks
-from prepkit.applying.checks import steps as checks
-from prepkit.applying.handlers import (
-    allocate,
-    check_files,
-    checkpointing,
-    compilation,
-    ddp,
-    deepspeed,
-    entry_points,
-    fp8,
-    fsdp1,
-    fsdp2,
-    gradients,
-    init_weights,
-    loaders,
-    model,
-    optimizer,
-    process_group,
-    read_weights,
-    send_weights,
-    stash,
-    sync_batch_norm,
-    tensor_parallel,
-    transformer_engine,
-    xla,
-)
-from prepkit.applying.handlers.ddp import can_send_nothing
-from prepkit.applying.handlers.swap_layers import library_problems
 from prepkit.facts.run import Departure
 from prepkit.interpreter import Handler
-from prepkit.objects.deepspeed import rehearsable, rehearsable_settings
 from prepkit.objects.state import LiveModel
 from prepkit.objects.target import Target
 from prepkit.steps import (
@@ -112,6 +82,8 @@ def wrap_fsdp1(step: WrapFSDP1) -> Substitute:
 
 def wrap_ddp(step: WrapDDP) -> Substitute:
     """DDP that sends nothing (``handlers.ddp.WITHOUT_VALUES``); its bfloat16 hooks need NCCL to be registered."""
+    from prepkit.applying.handlers.ddp import can_send_nothing
+
     if not can_send_nothing():
         return None, "DDP sends values, unless it is that of torch 2.7 or newer, and a meta copy has none"
     low = step.hook is not None and "bf16" in f"{step.hook.hook} {step.hook.wrapper}"
@@ -121,6 +93,8 @@ def wrap_ddp(step: WrapDDP) -> Substitute:
 
 def where_torchao_is(step: ConvertFP8Linears | PrecomputeFloat8Scales) -> Substitute:
     """Torchao's float8 can be had on the CPU, if it is installed."""
+    from prepkit.applying.handlers.swap_layers import library_problems
+
     return (None, "torchao is not installed here") if library_problems("torchao.float8", "torchao") else (step, "")
 
 
@@ -131,12 +105,16 @@ def not_compiled(step: ConvertOptimizer) -> Substitute:
 
 def partition_parameters(step: PartitionParameters) -> Substitute:
     """The step itself on the CPU, for zeros that stand in for the parameters."""
+    from prepkit.objects.deepspeed import rehearsable
+
     small = rehearsable(step.settings)
     return evolve(step, device=LocalDevice(type="cpu"), settings=small), "zeros on the CPU are divided"
 
 
 def initialize_deepspeed(step: InitializeDeepSpeed) -> Substitute:
     """DeepSpeed on the CPU, with buckets that fit a laptop."""
+    from prepkit.objects.deepspeed import rehearsable_settings
+
     return (None, "MS-AMP runs on a GPU only") if step.library == "msamp" else rehearsable_settings(step)
 
 
@@ -152,60 +130,76 @@ NO_XLA = skipped("torch_xla has no device without data")
 class StepKind:
     """What ``apply`` and ``rehearse`` know of one kind of step."""
 
-    handler: Handler[Any, Target, Any]
-    """Says whether the step can be done, does it, and undoes it."""
-    verify: Callable[[Any, LiveModel], Iterator[Departure]]
-    """Looks at what the step has left; ``checks.nothing`` where that cannot be seen."""
+    handled_by: str
+    """Module and name of its handler in ``applying.handlers``, imported once a plan has such a step."""
+    checked_by: str
+    """Likewise in ``applying.checks``: what looks at what the step has left; ``nothing`` where that cannot be seen."""
     rehearse: Callable[[Any], Substitute]
     """The step that a rehearsal runs in its place, if any, and what of it is not as written."""
 
+    @property
+    def handler(self) -> Handler[Any, Target, Any]:
+        """Says whether the step can be done, does it, and undoes it."""
+        found: Handler[Any, Target, Any] = _member("handlers", self.handled_by)
+        return found
+
+    def verify(self, step: Any, live: LiveModel) -> Iterator[Departure]:
+        """Where what stands there is not what the step is to leave."""
+        found: Iterator[Departure] = _member("checks", self.checked_by)(step, live)
+        return found
+
+
+def _member(room: str, place: str) -> Any:
+    module, _, name = place.partition(".")
+    return getattr(import_module(f"prepkit.applying.{room}.{module}"), name)
+
 
 KINDS: dict[type, StepKind] = {
-    steps.StartProcessGroup: StepKind(process_group.START, checks.process_group, fake_group),
-    steps.Agree: StepKind(process_group.AGREE, checks.nothing, NOBODY),
-    steps.BuildMesh: StepKind(process_group.MESH, checks.mesh, on_cpu),
-    steps.ReleaseOptimizer: StepKind(optimizer.RELEASE, checks.nothing, as_written),
-    steps.UpcastParameters: StepKind(model.UPCAST, checks.upcast, as_written),
-    steps.MakeContiguous: StepKind(model.CONTIGUOUS, checks.contiguous, as_written),
-    steps.MoveModel: StepKind(model.MOVE, checks.moved, not_moved),
-    steps.AutocastForward: StepKind(model.AUTOCAST, checks.autocast, on_cpu),
-    steps.ParallelizeModules: StepKind(tensor_parallel.PARALLELIZE, checks.parallelized, as_written),
-    steps.CheckpointModules: StepKind(checkpointing.CHECKPOINT, forward_checks.checkpointed, as_written),
-    steps.CompileModules: StepKind(compilation.COMPILE, forward_checks.compiled, as_written),
-    steps.ShardUnits: StepKind(fsdp2.SHARD, checks.units, unpinned),
-    steps.AverageGradients: StepKind(gradients.AVERAGE, fsdp_checks.averaged, as_written),
-    steps.ConvertSyncBatchNorm: StepKind(sync_batch_norm.CONVERT, checks.batch_norms, as_written),
-    steps.WrapFSDP1: StepKind(fsdp1.WRAP, checks.fsdp1_units, wrap_fsdp1),
-    steps.RegroupOptimizer: StepKind(fsdp1.REGROUP, checks.regrouped, as_written),
-    steps.WrapDDP: StepKind(ddp.WRAP, checks.ddp, wrap_ddp),
-    steps.RebindOptimizer: StepKind(optimizer.REBIND, checks.rebound, as_written),
-    steps.CreateOptimizer: StepKind(optimizer.CREATE, checks.created, as_written),
-    steps.CreateGradScaler: StepKind(gradients.SCALER, checks.grad_scaler, on_cpu),
-    steps.ShardLoader: StepKind(loaders.SHARD, checks.divided, NO_LOADERS),
-    steps.WrapLoader: StepKind(loaders.WRAP, checks.wrapped, NO_LOADERS),
-    steps.ConvertFP8Linears: StepKind(fp8.CONVERT, forward_checks.converted, where_torchao_is),
-    steps.ConvertTransformerEngine: StepKind(transformer_engine.CONVERT, forward_checks.engine, NO_ENGINE),
-    steps.AutocastFP8Forward: StepKind(transformer_engine.AUTOCAST, forward_checks.autocast, NO_ENGINE),
-    steps.InitializeMSAMP: StepKind(fp8.MSAMP, forward_checks.msamp, skipped("MS-AMP runs on a GPU only")),
-    steps.PrecomputeFloat8Scales: StepKind(fp8.SCALES, forward_checks.scales, where_torchao_is),
-    steps.MoveToXLA: StepKind(xla.MOVE, checks.moved_to_xla, NO_XLA),
-    steps.ReduceXLAGradients: StepKind(xla.REDUCE, checks.reduced_over_xla, NO_XLA),
-    steps.CastForward: StepKind(deepspeed.CAST, checks.cast, as_written),
-    steps.MarkLeafModules: StepKind(deepspeed.LEAVES, checks.leaves, as_written),
-    steps.ConvertOptimizer: StepKind(deepspeed.CONVERT, checks.converted, not_compiled),
-    steps.PartitionParameters: StepKind(deepspeed.PARTITION, checks.partitioned, partition_parameters),
-    steps.InitializeDeepSpeed: StepKind(deepspeed.INITIALIZE, checks.initialised, initialize_deepspeed),
-    steps.RegisterEntryPoints: StepKind(entry_points.REGISTER, checks.entry_points, as_written),
-    steps.CheckFiles: StepKind(check_files.CHECK, checks.nothing, NO_VALUES),
-    steps.AllocateTensors: StepKind(allocate.ALLOCATE, checks.allocated, NO_VALUES),
-    steps.InitializeTensors: StepKind(init_weights.INITIALIZE, checks.nothing, NO_VALUES),
-    steps.ReadTensors: StepKind(read_weights.READ, checks.nothing, NO_VALUES),
-    steps.StashTensors: StepKind(stash.STASH, checks.nothing, NO_DATA),
-    steps.SendTensors: StepKind(send_weights.SEND, checks.sent, NO_DATA),
+    steps.StartProcessGroup: StepKind("process_group.START", "steps.process_group", fake_group),
+    steps.Agree: StepKind("process_group.AGREE", "steps.nothing", NOBODY),
+    steps.BuildMesh: StepKind("process_group.MESH", "steps.mesh", on_cpu),
+    steps.ReleaseOptimizer: StepKind("optimizer.RELEASE", "steps.nothing", as_written),
+    steps.UpcastParameters: StepKind("model.UPCAST", "steps.upcast", as_written),
+    steps.MakeContiguous: StepKind("model.CONTIGUOUS", "steps.contiguous", as_written),
+    steps.MoveModel: StepKind("model.MOVE", "steps.moved", not_moved),
+    steps.AutocastForward: StepKind("model.AUTOCAST", "steps.autocast", on_cpu),
+    steps.ParallelizeModules: StepKind("tensor_parallel.PARALLELIZE", "steps.parallelized", as_written),
+    steps.CheckpointModules: StepKind("checkpointing.CHECKPOINT", "forward.checkpointed", as_written),
+    steps.CompileModules: StepKind("compilation.COMPILE", "forward.compiled", as_written),
+    steps.ShardUnits: StepKind("fsdp2.SHARD", "steps.units", unpinned),
+    steps.AverageGradients: StepKind("gradients.AVERAGE", "fsdp.averaged", as_written),
+    steps.ConvertSyncBatchNorm: StepKind("sync_batch_norm.CONVERT", "steps.batch_norms", as_written),
+    steps.WrapFSDP1: StepKind("fsdp1.WRAP", "steps.fsdp1_units", wrap_fsdp1),
+    steps.RegroupOptimizer: StepKind("fsdp1.REGROUP", "steps.regrouped", as_written),
+    steps.WrapDDP: StepKind("ddp.WRAP", "steps.ddp", wrap_ddp),
+    steps.RebindOptimizer: StepKind("optimizer.REBIND", "steps.rebound", as_written),
+    steps.CreateOptimizer: StepKind("optimizer.CREATE", "steps.created", as_written),
+    steps.CreateGradScaler: StepKind("gradients.SCALER", "steps.grad_scaler", on_cpu),
+    steps.ShardLoader: StepKind("loaders.SHARD", "steps.divided", NO_LOADERS),
+    steps.WrapLoader: StepKind("loaders.WRAP", "steps.wrapped", NO_LOADERS),
+    steps.ConvertFP8Linears: StepKind("fp8.CONVERT", "forward.converted", where_torchao_is),
+    steps.ConvertTransformerEngine: StepKind("transformer_engine.CONVERT", "forward.engine", NO_ENGINE),
+    steps.AutocastFP8Forward: StepKind("transformer_engine.AUTOCAST", "forward.autocast", NO_ENGINE),
+    steps.InitializeMSAMP: StepKind("fp8.MSAMP", "forward.msamp", skipped("MS-AMP runs on a GPU only")),
+    steps.PrecomputeFloat8Scales: StepKind("fp8.SCALES", "forward.scales", where_torchao_is),
+    steps.MoveToXLA: StepKind("xla.MOVE", "steps.moved_to_xla", NO_XLA),
+    steps.ReduceXLAGradients: StepKind("xla.REDUCE", "steps.reduced_over_xla", NO_XLA),
+    steps.CastForward: StepKind("deepspeed.CAST", "steps.cast", as_written),
+    steps.MarkLeafModules: StepKind("deepspeed.LEAVES", "steps.leaves", as_written),
+    steps.ConvertOptimizer: StepKind("deepspeed.CONVERT", "steps.converted", not_compiled),
+    steps.PartitionParameters: StepKind("deepspeed.PARTITION", "steps.partitioned", partition_parameters),
+    steps.InitializeDeepSpeed: StepKind("deepspeed.INITIALIZE", "steps.initialised", initialize_deepspeed),
+    steps.RegisterEntryPoints: StepKind("entry_points.REGISTER", "steps.entry_points", as_written),
+    steps.CheckFiles: StepKind("check_files.CHECK", "steps.nothing", NO_VALUES),
+    steps.AllocateTensors: StepKind("allocate.ALLOCATE", "steps.allocated", NO_VALUES),
+    steps.InitializeTensors: StepKind("init_weights.INITIALIZE", "steps.nothing", NO_VALUES),
+    steps.ReadTensors: StepKind("read_weights.READ", "steps.nothing", NO_VALUES),
+    steps.StashTensors: StepKind("stash.STASH", "steps.nothing", NO_DATA),
+    steps.SendTensors: StepKind("send_weights.SEND", "steps.sent", NO_DATA),
 }
 """Each kind of step: its handler, its verification, its rehearsal."""
 
 
-def handlers() -> dict[type, Handler[Any, Target, Any]]:
-    """The handlers alone, as ``interpret`` takes them."""
-    return {step: kind.handler for step, kind in KINDS.items()}
+def handlers(kinds: Iterable[type] = KINDS) -> dict[type, Handler[Any, Target, Any]]:
+    """The handlers of these kinds alone, as ``interpret`` takes them."""
+    return {kind: KINDS[kind].handler for kind in kinds}

@@ -16,8 +16,8 @@ from prepkit.auditing.window import goes_backward
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
-from prepkit.observe.prepared import BEFORE_A_STEP, look, optimizers_of
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand
+from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
 

@@ -15,7 +15,7 @@ from prepkit.auditing.running import RunningLook
 from prepkit.court import report
 from prepkit.findings import Finding
 from prepkit.observe.given import said
-from prepkit.observe.prepared import look, optimizers_of
+from prepkit.observe.prepared.look import look, optimizers_of
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.rules.rule import Need
 

@@ -8,8 +8,8 @@ not exist. A DDP or DeepSpeed root is looked through as well: ``named_parameters
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from attrs import frozen
 from torch import nn
 
 SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -34,8 +34,7 @@ def canonical(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in SEGMENTS)
 
 
-@frozen
-class Site:
+class Site(NamedTuple):
     """One place in the module tree."""
 
     path: str

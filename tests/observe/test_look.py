@@ -13,7 +13,7 @@ from torch import nn
 import prepkit as pk
 from prepkit.facts.run import RunFacts
 from prepkit.objects.names import sites
-from prepkit.observe.prepared import BEFORE_A_STEP, look
+from prepkit.observe.prepared.look import BEFORE_A_STEP, look
 from prepkit.observe.prepared.modules import dropping, drops
 from prepkit.rules.rule import Need
 from tests.audit.test_rules import GATHERED

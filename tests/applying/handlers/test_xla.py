@@ -111,7 +111,7 @@ def test_a_plan_for_the_processes_of_torch_xla_is_applied_and_trains(monkeypatch
     for name in WORLD_SIZE:
         monkeypatch.delenv(name, raising=False)
     calls = library_doubles.torch_xla(monkeypatch, world=4)
-    silent = evolve(KINDS[MoveToXLA], verify=lambda step, live: iter(()))
+    silent = evolve(KINDS[MoveToXLA], checked_by="steps.nothing")
     monkeypatch.setitem(KINDS, MoveToXLA, silent)  # the double's device is the CPU
     model = seeded()
     cfg = evolve(CFG, precision=config.BF16(), accumulation=2, overrides=("xla.library-missing",))
