@@ -21,6 +21,7 @@ from prepkit.interpreter import Handler
 from prepkit.steps import AutocastForward, BuildMesh, ShardLoader, ShardUnits, StartProcessGroup, WrapDDP, WrapFSDP1
 from tests.support.fragile_model import Tiny
 from tests.support.gang import Gang
+from tests.support.handled import handled_by
 
 SOON_S = 10.0
 """A disagreement or failure is heard in less; time-outs are 60 s and more."""
@@ -192,18 +193,13 @@ def failing(kind: type, moment: str) -> Handler[Any, Any, Any]:
 
 
 def fails_inside(rank: int, world: int, engine: c.Engine, kind: type, moment: str) -> tuple[Heard, bool]:
-    row = KINDS[kind]
     model = Tiny()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2)
     cfg = c.Config(engine=engine, precision=c.BF16(), optimizer=c.AdamW())
     plan = pk.build_plan(cfg, model, env=Env(world_size=world), loaders=[loader])
-    if rank == 1:
-        KINDS[kind] = evolve(row, handler=failing(kind, moment))
-    try:
+    with handled_by(kind, failing(kind, moment)) if rank == 1 else nullcontext():
         found = heard(lambda: pk.apply(plan))
-    finally:
-        KINDS[kind] = row
     if not isinstance(engine, c.DDP):  # what shards has no way back, and to read it whole takes all ranks
         return found, False
     same = type(model) is Tiny and all(torch.equal(before[name], t) for name, t in model.state_dict().items())

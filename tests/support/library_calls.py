@@ -89,7 +89,7 @@ LIBRARIES: dict[type[Step], Library] = {
     steps.ShardUnits: Library(HERE + "fsdp2", "fully_shard"),
     steps.WrapFSDP1: Library(HERE + "fsdp1", "FullyShardedDataParallel"),
     steps.WrapDDP: Library("torch.nn.parallel", "DistributedDataParallel", gives=Hooked),
-    steps.CreateGradScaler: Library(HERE + "grad_scaler", "GradScaler", (), lambda calls: None),
+    steps.CreateGradScaler: Library(HERE + "gradients", "GradScaler", (), lambda calls: None),
     steps.CompileModules: Library("torch.nn.Module", "compile"),
     steps.CheckpointModules: Library(HERE + "checkpointing", "checkpoint_wrapper", ("module", "impl")),
     steps.ConvertFP8Linears: Library("torchao.float8", "convert_to_float8_training"),

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -98,6 +98,7 @@ from tests.support.faulty_handlers import (
 )
 from tests.support.fragile_model import STORED, Tiny, planned, stepped, tiny_on_meta
 from tests.support.gang import Gang
+from tests.support.handled import handled_by
 
 FULL = Config(precision=BF16(), compile=CompileBlocks(backend="eager"), checkpointing=CheckpointBlocks())
 SINGLE, WHOLE, SHARDED = evolve(FULL, engine=Single()), evolve(FULL, engine=DDP()), evolve(FULL, engine=FSDP2())
@@ -506,16 +507,10 @@ FAULTS: tuple[Planted, ...] = (
 )
 
 
-@contextmanager
-def planted(fault: Planted) -> Iterator[None]:
-    """The table of kinds with the fault in it."""
-    row = KINDS[fault.kind]
-    faulty = evolve(row.handler, do=lambda step, target: fault.do(step, target, row.handler))
-    KINDS[fault.kind] = evolve(row, handler=faulty)
-    try:
-        yield
-    finally:
-        KINDS[fault.kind] = row
+def planted(fault: Planted) -> AbstractContextManager[None]:
+    """Steps of the kind are done with the fault meanwhile."""
+    real = KINDS[fault.kind].handler
+    return handled_by(fault.kind, evolve(real, do=lambda step, target: fault.do(step, target, real)))
 
 
 def transposed(model: nn.Module) -> None:
