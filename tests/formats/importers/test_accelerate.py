@@ -120,7 +120,7 @@ distributed_type: FSDP
 mixed_precision: fp16
 fsdp_config:
   fsdp_auto_wrap_policy: SIZE_BASED_WRAP
-  fsdp_min_num_params: 1e6
+  fsdp_min_num_params: 1000000
   fsdp_sharding_strategy: 2
   fsdp_backward_prefetch: NO_PREFETCH
   fsdp_forward_prefetch: "true"
