@@ -66,6 +66,11 @@ FOREIGN = {
     ' "pipe-parallel-size": 1, "hidden-size": 768, "train-iters": 9, "data-impl": "mmap"}',
     "template.json": '{"train_batch_size": CONFIG_BATCH_SIZE, "zero_optimization": {"stage": ${zero_stage}},\n'
     ' "fp16": {"enabled": "FP16", "loss_scale": QuantW_SCALE}}',
+    "config.yaml": "_wandb:\n  value:\n    cli_version: 0.23.1\noutput_dir:\n  value: o\nlearning_rate:\n  value: 1\n"
+    "per_device_train_batch_size:\n    value: 2\n",
+    "older.yaml": "wandb_version: 1\noutput_dir:\n  desc: null\n  value: o\nlearning_rate:\n  desc: null\n"
+    "  value: 1\nper_device_train_batch_size:\n  desc: null\n  value: 2\n",
+    "values.yaml": "output_dir:\n  value: o\nlearning_rate:\n  value: 1\nper_device_train_batch_size:\n  value: 2\n",
     "diffusers.yaml": "output_dirs: [a]\nresolution: 512\nlearning_rates: [1]\n",
 }
 

@@ -365,7 +365,7 @@ class Foreign:
             self.error("unknown-key", key, what, unknown_key_fix(key, fitting, given), misread=False)
 
     def _fits(self, name: str, value: object) -> bool:
-        """Whether a value can be that of a key, by the way in which it is asked for: a switch is the path of no file."""
+        """Whether a value can be that of a key, by the way in which it is asked for: a switch is no path."""
         way = self.asked.get(name, ("raw",))[0]
         if isinstance(value, bool):
             return way not in ("text", "names", "whole", "number")

@@ -382,6 +382,8 @@ class Imported:
     """Setting to the keys that say it in a file of this library, be they there or not; empty for prepkit's own."""
     seen_to: tuple[str, ...] = ()
     """Rules whose harm its library keeps away by itself: they speak of what prepkit does, and of no run of that one."""
+    at: Mapping[int, Config] = field(factory=dict, repr=False, eq=False)
+    """Processes in all to the settings that the file means for so many, where they are others."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 
