@@ -71,6 +71,8 @@ def meant_key(path: str, known: Iterable[str]) -> tuple[str, ...]:
     ('deepspeed_config.zero_stage',)
     >>> meant_key("gradient_accumulation_step", known)
     ('deepspeed_config.gradient_accumulation_steps',)
+    >>> meant_key("fsdp_version", ("py_version", "fsdp_config.fsdp_version"))
+    ('fsdp_config.fsdp_version',)
     """
     section, _, name = path.rpartition(".")
     homes: dict[str, dict[str, None]] = {}

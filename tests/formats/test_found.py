@@ -121,3 +121,10 @@ def test_of_a_large_file_the_beginning_alone_is_read(tmp_path: Path, monkeypatch
         file.write(b"#!/usr/bin/env python\n")
         file.truncate(2**40)
     assert list(below(str(tmp_path))) == []
+
+
+def test_folders_of_what_runs_have_left_are_passed_by(tmp_path: Path) -> None:
+    for name in ("mlruns/0/config.yaml", "lightning_logs/version_0/config.yaml", "configs/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("distributed_type: MULTI_GPU\n")
+    assert list(below(str(tmp_path))) == [str(tmp_path / "configs/config.yaml")]

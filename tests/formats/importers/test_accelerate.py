@@ -571,6 +571,9 @@ def test_a_guess_takes_the_value_that_is_there(tmp_path: Path) -> None:
         tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_pin_memory: true, zero_stage: 2}\n"
     )
     assert "Write zero_optimization.offload_optimizer.pin_memory into a DeepSpeed JSON" in said
+    for value, guessed in (("true", False), ("/tmp/x", True)):
+        text = f"distributed_type: DEEPSPEED\ndeepspeed_config: {{offload_param_nvme_paht: {value}, zero_stage: 3}}\n"
+        assert ("offload_param_nvme_path'" in refused(tmp_path, text)[0]) is guessed
 
 
 @pytest.mark.parametrize(("written", "refusals"), [("1e8", 1), ("1.0e+8", 1), ("100000000", 0), ("'100000000'", 0)])
