@@ -163,6 +163,12 @@ def found(path: str) -> Found | None:
     return None
 
 
+def is_record(path: str) -> bool:
+    """Whether a file is one that a tracker has written of a run."""
+    text = _text(path)
+    return text is not None and _record(text, top_keys(text, Path(path).suffix.lower()))
+
+
 def _record(text: str, keys: frozenset[str]) -> bool:
     """Whether a file is what a tracker has noted of a run, as wandb does: nobody starts anything from it.
 

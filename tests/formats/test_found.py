@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prepkit.cli.examined import files_found
 from prepkit.formats.found import below, found
 
 MISSPELT = {
@@ -128,3 +129,9 @@ def test_folders_of_what_runs_have_left_are_passed_by(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("distributed_type: MULTI_GPU\n")
     assert list(below(str(tmp_path))) == [str(tmp_path / "configs/config.yaml")]
+
+
+def test_what_a_tracker_has_noted_is_no_config_where_it_is_named_either(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(FOREIGN["config.yaml"])
+    assert files_found((str(tmp_path / "config.yaml"),), None) == []
+    assert [one.kind for one in files_found((str(tmp_path / "config.yaml"),), "transformers")] == ["transformers"]
