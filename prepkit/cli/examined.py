@@ -24,13 +24,13 @@ from prepkit.config import AdamW, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.formats.found import Found, below, found, is_script
+from prepkit.formats.found import Found, below, found, is_record, is_script
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import JSON, READERS, Imported, Source
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
-from prepkit.formats.launched_config import two_places, with_options
-from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, read_script
+from prepkit.formats.launched_config import trained, two_places, with_options
+from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, makes, read_script
 from prepkit.formats.places import FilePlace, place_of
 from prepkit.formats.started import file_findings, processes_said, script_findings, started, supposed
 
@@ -83,7 +83,9 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     scripts = {one.path: read_script(one.path) for one in founds if one.sort == "script"}
     sizes, missing, more = _started(scripts.values())
     known = {_real(one.path) for one in founds}
-    founds += [found(one.path) or one for one in more if _real(one.path) not in known]
+    theirs = {_real(one.path): one for one in more if one.kind == "accelerate"}  # whatever else its keys would tell
+    founds = [evolve(theirs.get(_real(one.path), one), path=one.path) for one in founds]
+    founds += [theirs.get(_real(one.path)) or found(one.path) or one for one in more if _real(one.path) not in known]
     named = _Named.of(one for one in founds if one.kind == "deepspeed")
 
     def of(one: Found) -> Checked:
@@ -101,11 +103,28 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
 
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         try:
-            yield of(one)
+            yield _made_before(of(one), tuple(scripts.values()))
         except click.ClickException:
             raise
         except Exception as error:  # which loses no other file's findings
             yield Checked(found=one, findings=(_crashed(one.path, error),))
+
+
+def _made_before(checked: Checked, scripts: tuple[Script, ...]) -> Checked:
+    """The file without errors about others that are not here and that a script makes: whether it has, its run tells."""
+    made = {}
+    for place, finding in checked.findings:
+        name = _NO_FILE.match(finding.what) if finding.rule == MISSING else None
+        by = next((script.path for script in scripts if name and makes(script, name[1])), None)
+        if name and by:
+            later = f"{name[1]} is not here, and {by} may make it before it is read"
+            note = evolve(_not_here(finding.where, name[1]), what=later, severity=Severity.NOTE)
+            made[place, finding] = place, note
+    kept = tuple(pair for pair in checked.findings if pair not in made)
+    return evolve(checked, findings=kept, beyond=(*checked.beyond, *made.values())) if made else checked
+
+
+_NO_FILE = re.compile(r"there is no file (\S+),")
 
 
 def _crashed(file: str, error: Exception) -> _Placed:
@@ -176,7 +195,7 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
     """Return what lies there and is of any concern; ``kind``: whose config each of them is."""
     every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
     founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
-    if len(paths) == 1 and not founds and not Path(paths[0]).is_dir():
+    if len(paths) == 1 and not founds and not Path(paths[0]).is_dir() and (kind or not is_record(paths[0])):
         sort: Literal["script", "config"] = "script" if is_script(paths[0]) else "config"
         founds = [Found(path=paths[0], sort=sort, kind=kind or "", why="it was named")]
     if kind is not None:
@@ -205,7 +224,7 @@ def _started(
                 if one is None or one.sort != "config":
                     continue
                 there.setdefault(place, evolve(one, why=why))
-                if processes and not (place.endswith(".json") and _trained(launch)):
+                if processes and not (place.endswith(".json") and trained(launch)):
                     sizes.setdefault(_real(place), {}).setdefault(processes, processes_said(script.path, launch))
     return sizes, missing, tuple(there.values())
 
@@ -225,32 +244,11 @@ def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Check
     return Checked(found=one, findings=findings, fine=_SCRIPT_RULES, beyond=beyond)
 
 
-def _trained(launch: LaunchLine) -> dict[str, tuple[str | bool | None, tuple[int, int]]]:
-    """Options of a line as ``TrainingArguments``, None where one is known when it runs; empty where they are none.
-
-    They are told by two of the names, beside one that asks for DeepSpeed or FSDP: other scripts have some of them too.
-    """
-    named = {one.name for one in launch.arguments}
-    known: dict[str, tuple[str | bool | None, tuple[int, int]]] = {
-        one.name: (None if "$" in str(one.value) else one.value, (one.line, one.column)) for one in launch.arguments
-    }
-    size = known.get("per_device_train_batch_size", (None, ()))
-    if "output_dir" not in named or size[0] is None or not {"deepspeed", "fsdp"} & named:
-        return {}
-    if "deepspeed" in named:
-        said, place = known.get("deepspeed", ("$", (1, 1)))
-        file = next((named.place for named in launch.configs if named.path == said), None)
-        if file is None or not file.endswith(".json"):
-            return {}
-        known["deepspeed"] = str(Path(file).resolve()), place
-    return known
-
-
 def _with_arguments(checked: Checked, script: Script, cluster: Cluster) -> Checked:
     """The script with what is wrong with the ``TrainingArguments`` that its lines give."""
     one = checked.found
     for launch in script.launches:
-        if options := _trained(launch):
+        if options := trained(launch):
             read = cli_refusal.attempt(functools.partial(read_options, one.path, options))
             processes = started(launch).processes
             found = _judged(one, cluster, read, {processes: processes_said(script.path, launch)} if processes else {})
@@ -394,8 +392,10 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: Mapping[int,
     envs = _environments(cluster, imported, sizes)
     model, absent, wrong = _named_model(one, imported)
     checked = Checked(found=one, named=imported.named, model=imported.model or "", absent=absent)
-    asked = cluster.with_optimizer(imported.config)
-    every = tuple(ask(asked, *known, model) for known in envs)
+    configs = (imported.at.get(env.world_size if "world_size" in known else 0, imported.config) for env, known in envs)
+    meant = tuple(map(cluster.with_optimizer, configs))
+    every = tuple(ask(config, *known, model) for config, known in zip(meant, envs, strict=True))
+    asked = meant[0]
     said = (*wrong, *(finding for answers in every for finding in answers.findings))
     fine = every[0].asked - len({finding.rule for finding in every[0].findings})
     unknown = Counter(what for _, what in every[0].unasked)

@@ -71,6 +71,8 @@ def meant_key(path: str, known: Iterable[str]) -> tuple[str, ...]:
     ('deepspeed_config.zero_stage',)
     >>> meant_key("gradient_accumulation_step", known)
     ('deepspeed_config.gradient_accumulation_steps',)
+    >>> meant_key("fsdp_version", ("py_version", "fsdp_config.fsdp_version"))
+    ('fsdp_config.fsdp_version',)
     """
     section, _, name = path.rpartition(".")
     homes: dict[str, dict[str, None]] = {}
@@ -79,7 +81,8 @@ def meant_key(path: str, known: Iterable[str]) -> tuple[str, ...]:
         homes.setdefault(last, {})[home] = None
     own = [last for last, places in homes.items() if section in places]
     others = (OTHER_NAMES.get(name, ""), _EACH_OTHER.get(name, ""))
-    beside = tuple(other for other in others if other in own)[:1] or near(name, own, 1, _BESIDE)
+    moved = name in homes and section not in homes[name]  # spelt right, it stands elsewhere
+    beside = tuple(other for other in others if other in own)[:1] or (() if moved else near(name, own, 1, _BESIDE))
     elsewhere = [f"{home}.{last}" for last in near(name, homes, 1, ELSEWHERE) for home in homes[last]]
     return tuple(f"{section}.{last}".strip(".") for last in beside) or tuple(one.strip(".") for one in elsewhere[:2])
 

@@ -14,7 +14,7 @@ from attrs import fields_dict, frozen
 
 from prepkit.codec import LARGEST
 from prepkit.config import Config
-from prepkit.formats.importers.accelerate import LAUNCHING
+from prepkit.formats.importers.accelerate_engines import LAUNCHING
 from prepkit.formats.importers.argument_keys import GONE, KEYS, strange_keys
 from prepkit.formats.importers.positions import plain_json
 from prepkit.resolve.deepspeed.keys import SECTIONS
@@ -24,7 +24,8 @@ MOST = 20_000
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 """Extensions of shell scripts, also of those that Slurm is given."""
 _CONFIGS = (".yaml", ".yml", ".json", ".toml")
-_PASSED_BY = ("node_modules", "__pycache__", "site-packages", "venv")
+_PASSED_BY = ("node_modules", "__pycache__", "site-packages", "venv", "mlruns", "lightning_logs")
+"""Folders of what others have installed, and of what runs have left."""
 
 Sort = Literal["config", "plan", "script"]
 
@@ -147,6 +148,8 @@ def found(path: str) -> Found | None:
         launch = _LAUNCH.search(text) or (_STEP.search(text) if _PYTHON.search(text) else None)
         return Found(path=path, sort="script", kind="script", why=f"it says {launch[0].strip()}") if launch else None
     keys = top_keys(text, suffix)
+    if _record(text, keys):
+        return None
     if suffix == ".json" and "kind" in keys and re.search(r'"kind"\s*:\s*"prepkit\.plan"', text[:LARGEST]):
         return Found(path=path, sort="plan", kind="plan", why="its kind says so")
     if (said := _own(text, keys)) or Path(path).name.startswith("prepkit."):
@@ -158,6 +161,26 @@ def found(path: str) -> Found | None:
                     return None  # of a program, such as GPT-NeoX, that hands a part of it on
                 return Found(path=path, sort="config", kind=kind, why=why)
     return None
+
+
+def is_record(path: str) -> bool:
+    """Whether a file is one that a tracker has written of a run."""
+    text = _text(path)
+    return text is not None and _record(text, top_keys(text, Path(path).suffix.lower()))
+
+
+def _record(text: str, keys: frozenset[str]) -> bool:
+    """Whether a file is what a tracker has noted of a run, as wandb does: nobody starts anything from it.
+
+    It has a section of its own, or below each of its keys a ``value``, which no library has there.
+    """
+    entries = _ENTRY.findall(text) if "value" in text else ()
+    return bool(keys & _RECORDS) or (len(entries) > 1 and len(entries) == len(keys))
+
+
+_RECORDS = frozenset({"_wandb", "wandb_version"})
+_ENTRY = re.compile(r"^\w[^\n]*:[ \t]*\n(?:[ \t]+desc:[^\n]*\n)?[ \t]+value:", re.MULTILINE)
+"""A key with nothing but its value below it, and maybe a text about it."""
 
 
 def is_script(path: str) -> bool:

@@ -121,3 +121,24 @@ def _typed(value: Any) -> Any:
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,12}(\.\d{1,12})?", value):
         return float(value) if "." in value else int(value)
     return value
+
+
+def trained(launch: LaunchLine) -> dict[str, tuple[str | bool | None, tuple[int, int]]]:
+    """Options of a line as ``TrainingArguments``, None where one is known when it runs; empty where they are none.
+
+    They are told by two of the names, beside one that asks for DeepSpeed or FSDP: other scripts have some of them too.
+    """
+    named = {one.name for one in launch.arguments}
+    known: dict[str, tuple[str | bool | None, tuple[int, int]]] = {
+        one.name: (None if "$" in str(one.value) else one.value, (one.line, one.column)) for one in launch.arguments
+    }
+    size = known.get("per_device_train_batch_size", (None, ()))
+    if "output_dir" not in named or size[0] is None or not {"deepspeed", "fsdp"} & named:
+        return {}
+    if "deepspeed" in named:
+        said, place = known.get("deepspeed", ("$", (1, 1)))
+        file = next((named.place for named in launch.configs if named.path == said), None)
+        if file is None or not file.endswith(".json"):
+            return {}
+        known["deepspeed"] = str(Path(file).resolve()), place
+    return known

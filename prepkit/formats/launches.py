@@ -98,6 +98,8 @@ class Script:
     """Options of ``#SBATCH`` lines by their long names."""
     spreads: bool = False
     """Whether it starts something on several nodes: by srun, mpirun, ssh or one of their kind."""
+    said: frozenset[str] = frozenset()
+    """Words of commands that may make files: what they write, fetch or copy, and where to."""
 
 
 def read_script(path: str) -> Script:
@@ -121,7 +123,28 @@ def read_script(path: str) -> Script:
         (command, evolve(launch, cut=_cut(lines, launch.line))) for command, launch in found if launch is not None
     ]
     spreads = any(_SPREADS & {word.text for word in command.words} for command in every)
-    return Script(path=path, launches=tuple(_once(launches)), slurm=slurm, spreads=spreads)
+    said = frozenset(word for command, launch in found if launch is None for word in _may_make(command))
+    return Script(path=path, launches=tuple(_once(launches)), slurm=slurm, spreads=spreads, said=said)
+
+
+_MAKES_NONE = frozenset(
+    {"cd", "ls", "mkdir", "rm", "test", "[", "[[", "if", "export", "echo", "head", "tail", "#SBATCH"}
+)
+
+
+def _may_make(command: Command) -> Iterator[str]:
+    """The words of a command that may make files; of one that only shows something, the file that it writes to."""
+    texts = [word.text for word in command.words]
+    for before, text in zip(["", *texts], texts, strict=False):
+        into = text[:1] == ">" or before in (">", ">>")
+        if (texts[0] not in _MAKES_NONE or into) and (text := text.lstrip(">").rpartition("=")[2]):
+            yield str(Path(text))
+
+
+def makes(script: Script, named: str) -> bool:
+    """Whether a command of a script that is no launch names the file, or a folder that it lies in."""
+    path = Path(named)
+    return any(str(one) in script.said for one in (path, *path.parents) if str(one) not in (".", "/", ".."))
 
 
 def _cut(lines: list[str], first: int) -> tuple[int, str] | None:

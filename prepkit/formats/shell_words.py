@@ -239,7 +239,7 @@ class _Shell:
             if not kept and not (behind and re.search(r"\s|\$", word.text or "")):
                 continue
             quoted = raw[:1] in ("'", '"')
-            inner = raw[1:-1].replace("\\", " ") if quoted else word.text
+            inner = _unescaped(raw[1:-1]) if quoted else word.text
             for one in self.commands(inner, at + quoted, (*before, *words[:i], Word("-c", at)), folder):
                 yield evolve(one, kept=one.kept or kept)
 
@@ -260,6 +260,11 @@ class _Shell:
         """The word with what it means."""
         uses = _Uses()
         return evolve(word, text=_valued(word.raw, self.values, uses), assumed=self.assumed(uses))
+
+
+def _unescaped(quoted: str) -> str:
+    """The text without backslashes, and as long: what stands for one ends no word that it is inside of."""
+    return re.sub(r"(?<=[^\s\\])\\", _NOTHING, quoted).replace("\\", " ")
 
 
 def _gone(folder: str | None, words: list[str]) -> str | None:

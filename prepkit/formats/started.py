@@ -427,6 +427,11 @@ def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShar
         yield rules.found("launch.nodes", where, what, fix)
     elif starts.reaches:
         return
+    elif _too_many(launch, nodes, given):
+        option = {"torchrun": "nnodes"}.get(launch.launcher, "num_machines")
+        what = f"it waits for {nodes} machines, and srun starts launchers on {given.nodes}: the others find no place"
+        fix = f"Write {_as_written(launch, option, given.nodes or nodes)}, or #SBATCH --nodes={nodes}."
+        yield rules.found("launch.nodes", where, what, fix)
     elif launch.by == "srun" and who == "#SBATCH" and given.launchers and given.launchers < nodes:
         launchers = "one launcher" if given.launchers == 1 else f"{given.launchers} launchers"
         what = f"it waits for {nodes} machines, and srun starts {launchers}"
@@ -437,6 +442,12 @@ def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShar
         inside = ", with --machine_rank $SLURM_NODEID between the quotes" if launch.launcher == "accelerate" else ""
         command = "srun --ntasks-per-node=1 bash -c '...' around it" if inside else "srun --ntasks-per-node=1 before it"
         yield rules.found("launch.nodes", where, what, f"Write {command}{inside}.")
+
+
+def _too_many(launch: LaunchLine, nodes: int, given: SlurmShare) -> bool:
+    """Whether srun starts launchers on more machines than each of them waits for; not where it names its machines."""
+    chosen = {"-w", "--nodelist", "-x", "--exclude", "-r", "--relative"} & launch.step.keys()
+    return launch.by == "srun" and not chosen and (given.launchers or 0) > nodes and (given.nodes or 0) > nodes
 
 
 def _twice(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from prepkit.formats.importers import import_config
 from prepkit.formats.launcher_options import LAUNCHERS
 from prepkit.formats.launches import read_script
 from tests.support.command_line import run, workplace
@@ -51,6 +52,7 @@ def told(text: str) -> list[tuple[str, str, str]]:
 
 TWO = "--nodes=2", "--ntasks-per-node=1"
 C10D = "--rdzv_backend c10d --rdzv_endpoint h:29500"
+ONE_TASK = "--ntasks-per-node=1"
 WRONG = [
     # commands that end too early
     ("torchrun --nproc_per_node 4 \\ \n  t.py\n", "cut", "End the line with the backslash."),
@@ -75,6 +77,7 @@ WRONG = [
     (slurm("--nodes=4 --ntasks=1", "srun accelerate launch --config_file four.yaml t.py"), "nodes", "of --ntasks=1"),
     (slurm("--nodes=4", "accelerate launch --config_file four.yaml t.py"), "nodes", "$SLURM_NODEID"),
     (slurm("--nodes=4", f"torchrun --nnodes 4 --nproc_per_node 8 {C10D} t.py"), "nodes", "srun --ntasks-per-node=1"),
+    (slurm("--nodes=4", ONE_TASK, f"srun torchrun --nnodes=2 --nproc_per_node=8 {C10D} t.py"), "nodes", "--nnodes 4"),
     # machines that do not find each other
     (slurm(*TWO, "srun torchrun --nproc_per_node 8 t.py"), "nodes", "Write --nnodes=2; or"),
     (slurm(*TWO, "srun torchrun --nnodes 2 --node_rank=0 --master_addr h t.py"), "nodes", "$SLURM_NODEID"),
@@ -113,6 +116,11 @@ def test_processes_nodes_and_gpus_are_compared_whatever_says_them(text: str, rul
 
 
 RIGHT = [
+    slurm(
+        *TWO, 'export RUN="accelerate launch --num_machines=2 --num_processes=8 --machine_rank=\\${SLURM_NODEID} t.py"'
+    )
+    + 'srun bash -c "$RUN"\n',
+    slurm("--nodes=4", ONE_TASK, f"srun -w a,b torchrun --nnodes=2 --nproc_per_node=8 {C10D} t.py"),
     slurm(*TWO, "srun torchrun --standalone --nproc_per_node 8 t.py"),
     slurm(*TWO, "export PET_NNODES=2", "srun torchrun --nproc_per_node 8 t.py"),
     slurm(*TWO, f"srun torchrun --nnodes 2 --node_rank 0 {C10D} t.py"),
@@ -594,3 +602,65 @@ def test_an_option_of_the_launcher_counts_before_its_file(folder: Path) -> None:
         Path("run.sh").write_text(f"accelerate launch --config_file acc.yaml {words} {steps}\n")
         found = [one["rule"] for one in json.loads(run("check", ".", "--json").stdout)["findings"]]
         assert found.count("launch.two-places") == wrong
+
+
+AXOLOTL_JSON = """base_model: a/b
+datasets: [{path: a}]
+adapter: lora
+micro_batch_size: 2
+deepspeed: made/zero3.json
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "made"),
+    [
+        ("axolotl fetch made\n", True),
+        ("mkdir -p made\ncat > made/zero3.json << 'EOF'\n{}\nEOF\n", True),
+        ("echo '{}' >made/zero3.json\n", True),
+        ("python make.py --out=made/zero3.json\n", True),
+        ("mkdir -p made\nls made\n", False),
+        ("axolotl fetch examples\n", False),
+    ],
+)
+def test_a_file_that_a_script_makes_first_cannot_be_known_here(before: str, made: bool, folder: Path) -> None:
+    Path("ax.yml").write_text(AXOLOTL_JSON)
+    Path("run.sh").write_text(f"#!/bin/bash\n{before}axolotl train ax.yml\n")
+    data = json.loads(run("check", ".", "--json").stdout)
+    told_of = {key: [one["rule"] for one in data[key]] for key in ("findings", "cannot_know")}
+    assert ("import.missing-file" in told_of["cannot_know"]) is made
+    assert ("import.missing-file" in told_of["findings"]) is not made
+
+
+def test_what_accelerates_line_names_is_read_as_accelerates(folder: Path) -> None:
+    Path("run.sh").write_text("accelerate launch --config_file acc.yaml t.py\n")
+    for text in ("", "# nothing yet\n"):
+        Path("acc.yaml").write_text(text)
+        found = [one for one in json.loads(run("check", ".", "--json").stdout)["findings"] if one["file"] == "acc.yaml"]
+        assert [(one["rule"], "distributed_type" in one["fix"]) for one in found] == [("config.empty", True)]
+    Path("acc.yaml").write_text("output_dir: o\nper_device_train_batch_size: 2\nlearning_rate: 1\n")
+    data = json.loads(run("check", ".", "--json").stdout)
+    assert "accelerate" in {one["kind"] for one in data["files"] if one["file"] == "acc.yaml"}
+    assert "output_dir: accelerate knows no such key" in run("check", "acc.yaml", "run.sh").stdout
+
+
+TENSOR = """[training]
+local_batch_size = 1
+[parallelism]
+data_parallel_shard_degree = -1
+tensor_parallel_degree = 8
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+@pytest.mark.parametrize(("processes", "engine"), [(8, "TensorParallel"), (16, "FSDP2")])
+def test_ranks_that_tensor_parallelism_takes_all_of_leave_nothing_to_shard(
+    processes: int, engine: str, folder: Path
+) -> None:
+    Path("t.toml").write_text(TENSOR)
+    line = f"torchrun --nproc_per_node={processes} -m torchtitan.train --job.config_file t.toml\n"
+    Path("run.sh").write_text(line)
+    assert json.loads(run("check", "run.sh", "--json").stdout)["findings"] == []
+    imported = import_config("t.toml")
+    assert type(imported.at.get(processes, imported.config).engine).__name__ == engine

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from prepkit.cli.examined import files_found
 from prepkit.formats.found import below, found
 
 MISSPELT = {
@@ -66,6 +67,11 @@ FOREIGN = {
     ' "pipe-parallel-size": 1, "hidden-size": 768, "train-iters": 9, "data-impl": "mmap"}',
     "template.json": '{"train_batch_size": CONFIG_BATCH_SIZE, "zero_optimization": {"stage": ${zero_stage}},\n'
     ' "fp16": {"enabled": "FP16", "loss_scale": QuantW_SCALE}}',
+    "config.yaml": "_wandb:\n  value:\n    cli_version: 0.23.1\noutput_dir:\n  value: o\nlearning_rate:\n  value: 1\n"
+    "per_device_train_batch_size:\n    value: 2\n",
+    "older.yaml": "wandb_version: 1\noutput_dir:\n  desc: null\n  value: o\nlearning_rate:\n  desc: null\n"
+    "  value: 1\nper_device_train_batch_size:\n  desc: null\n  value: 2\n",
+    "values.yaml": "output_dir:\n  value: o\nlearning_rate:\n  value: 1\nper_device_train_batch_size:\n  value: 2\n",
     "diffusers.yaml": "output_dirs: [a]\nresolution: 512\nlearning_rates: [1]\n",
 }
 
@@ -116,3 +122,16 @@ def test_of_a_large_file_the_beginning_alone_is_read(tmp_path: Path, monkeypatch
         file.write(b"#!/usr/bin/env python\n")
         file.truncate(2**40)
     assert list(below(str(tmp_path))) == []
+
+
+def test_folders_of_what_runs_have_left_are_passed_by(tmp_path: Path) -> None:
+    for name in ("mlruns/0/config.yaml", "lightning_logs/version_0/config.yaml", "configs/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("distributed_type: MULTI_GPU\n")
+    assert list(below(str(tmp_path))) == [str(tmp_path / "configs/config.yaml")]
+
+
+def test_what_a_tracker_has_noted_is_no_config_where_it_is_named_either(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(FOREIGN["config.yaml"])
+    assert files_found((str(tmp_path / "config.yaml"),), None) == []
+    assert [one.kind for one in files_found((str(tmp_path / "config.yaml"),), "transformers")] == ["transformers"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate import read_accelerate
@@ -14,7 +14,7 @@ from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.llama_factory import read_llama_factory
 from prepkit.formats.importers.native import read_prepkit
-from prepkit.formats.importers.source import Imported, Source, read
+from prepkit.formats.importers.source import LEAST, Imported, Source, read
 from prepkit.formats.importers.torchtitan import read_torchtitan
 from prepkit.formats.importers.training_arguments import read_training_arguments
 
@@ -81,9 +81,14 @@ def import_config(path: str | Path, kind: str | None = None) -> Imported:
     ...     print(refused.findings[0])
     error import.unknown-key at ...
     """
-    source = read(str(path))
     marks = {name: importer.marks for name, importer in IMPORTERS.items()}
-    return IMPORTERS[kind or kind_of(source, marks)].read(source)
+    try:
+        source = read(str(path))
+        return IMPORTERS[kind or kind_of(source, marks)].read(source)
+    except PlanRejected as refused:  # of an empty file what its library needs is said
+        least = {"config.empty": LEAST[kind]} if kind in LEAST else {}
+        told = tuple(evolve(one, fix=least.get(one.rule, one.fix)) for one in refused.findings)
+        raise PlanRejected(told, rest=refused.rest) from None
 
 
 # --- recognising -----------------------------------------------------------------------------------------------------

@@ -35,7 +35,9 @@ from prepkit.config import (
 from prepkit.findings import PlanRejected
 from prepkit.formats.importers.accelerate_engines import (
     deepspeed,
+    found_elsewhere,
     fsdp,
+    launching,
     meant_type,
     say_of_other_types,
     say_places,
@@ -94,14 +96,6 @@ DEVICES = {
 }
 """Distributed types that are DDP on a kind of device (behaviour section 1.1)."""
 TYPES = ("NO", *DEVICES, "DEEPSPEED", "FSDP", "XLA", "TPU", "MEGATRON_LM", "TP")
-LAUNCHING = (
-    *("compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
-    *("same_network", "main_training_function", "enable_cpu_affinity", "gpu_ids", "mpirun_config", "tpu_name"),
-    *("tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands"),
-    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version"),
-    *("transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
-)
-"""Keys that start processes, and say nothing of what a process does with the model."""
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _NOT_COMPILED = ("DEEPSPEED", "XLA", "TPU")
@@ -118,6 +112,7 @@ def read_accelerate(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
     file = foreign("accelerate", source)
     name_in_full(file)
+    found_elsewhere(file, _keys_of_sections)
     return understand(file, source.path)
 
 
@@ -130,6 +125,12 @@ def asked_for(data: dict[str, Any]) -> Foreign:
     return file
 
 
+def _keys_of_sections(section: str) -> tuple[str, ...]:
+    """Every key that is asked for where the file has the section."""
+    kind = _ELSEWHERE.get(section, ("MULTI_GPU",))[0]
+    return tuple(asked_for({"distributed_type": kind, section: {"": 1}}).asked)
+
+
 def understand(file: Foreign, path: str) -> Imported:
     """The same of keys that were read already; ``path`` is where another file that they name may lie beside."""
     if not file.has("distributed_type"):
@@ -137,7 +138,8 @@ def understand(file: Foreign, path: str) -> Imported:
         file.error("wrong-value", "distributed_type", "accelerate needs it in every config file", fix)
     kind = file.word("distributed_type", TYPES, "engine") or meant_type(file, TYPES, _ELSEWHERE)
     say_places(file)
-    file.launching(*LAUNCHING)
+    known = launching(file)
+    file.launching(*known)
     for section, readers in _ELSEWHERE.items():
         if kind not in readers and file.section(section):
             why = f"accelerate reads it under {readers[0]} only, and distributed_type is {kind}"
@@ -159,11 +161,10 @@ def understand(file: Foreign, path: str) -> Imported:
         config = deepspeed(file, config, Path(path))
     if file.unread():
         others = {section: readers[0] for section, readers in _ELSEWHERE.items() if kind not in readers}
-        probes = {one: asked_for({"distributed_type": of, one: {"": 1}}).asked for one, of in others.items()}
-        say_of_other_types(file, LAUNCHING, {key: others[one] for one, asked in probes.items() for key in asked})
+        say_of_other_types(file, known, {key: of for one, of in others.items() for key in _keys_of_sections(one)})
     return file.imported(
         config,
-        known=LAUNCHING,
+        known=known,
         world_size=world,
         per_node=world // machines if world and world % machines == 0 else None,
         device=config.device or DEVICES.get(kind) or {"XLA": "xla", "TPU": "xla"}.get(kind),

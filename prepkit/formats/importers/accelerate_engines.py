@@ -6,13 +6,14 @@ to (behaviour DP-1 to DP-12).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
 from attrs import evolve
 
 from prepkit.codec.misfits import MOST
+from prepkit.codec.text import shown
 from prepkit.config import (
     FSDP1,
     FSDP2,
@@ -107,6 +108,7 @@ def _wrap(file: Foreign) -> Wrap:
     file.names(older)
     least = file.whole(f"{_IN_FSDP}fsdp_min_num_params", *(("engine.wrap",) if policy == "SIZE_BASED_WRAP" else ()))
     if policy == "SIZE_BASED_WRAP":
+        _say_digits(file, f"{_IN_FSDP}fsdp_min_num_params", least)
         return WrapSize(_MIN_PARAMS if least is None else least)
     if least is not None:
         file.without_effect(
@@ -118,6 +120,14 @@ def _wrap(file: Foreign) -> Wrap:
         why = "it is read with fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP only"
         file.without_effect(current if file.has(current) else older, why)
     return WrapRoot()
+
+
+def _say_digits(file: Foreign, name: str, number: int | None) -> None:
+    """Says that a process reads a variable with ``int``, which takes digits alone, whatever a reader makes of them."""
+    given = file.raw(name)
+    if number is not None and file.kind == "accelerate" and not str(given).strip().lstrip("+-").isdecimal():
+        what = f"{shown(given)} is not in digits, and accelerate refuses it: it reads it with Python's int"
+        file.error("wrong-value", name, what, f"Write {number}.", misread=False)
 
 
 def _first(file: Foreign) -> FSDP1:
@@ -198,6 +208,76 @@ def say_places(file: Foreign) -> None:
         file.error("contradiction", "machine_rank", what, "Write the number of this machine, from 0.", misread=False)
 
 
+# --- keys in another place ---
+
+_CLUSTER = (
+    *("compute_environment", "debug", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"),
+    *("same_network", "main_training_function", "enable_cpu_affinity", "gpu_ids", "mpirun_config", "tpu_name"),
+    *("tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env", "command_file", "commands"),
+)
+_SAGEMAKER = (
+    *("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version"),
+    *("transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args"),
+)
+LAUNCHING = (*_CLUSTER, *_SAGEMAKER)
+"""Keys that start processes, and say nothing of what a process does with the model."""
+_SECTIONS = ("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config", "fp8_config")
+_HOISTED = (
+    *("mixed_precision", "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"),
+    *("gpu_ids", "rdzv_backend", "main_training_function"),
+)
+"""Keys of the top that are options of the launcher too: it copies every key of a section onto its options."""
+
+_AT_THE_TOP = frozenset((*LAUNCHING, *_SECTIONS, *_HOISTED, "distributed_type", "use_cpu", "downcast_bf16"))
+
+
+def launching(file: Foreign) -> tuple[str, ...]:
+    """Those of the keys that accelerate takes in this file: a file for SageMaker has some of its own."""
+    return LAUNCHING if file.data.get("compute_environment") == "AMAZON_SAGEMAKER" else _CLUSTER
+
+
+def found_elsewhere(file: Foreign, keys_of: Callable[[str], Sequence[str]]) -> None:
+    """Reads keys that stand at the top and belong into a section, which is said, and the other way round."""
+    for section in _SECTIONS:
+        given = file.data.get(section)
+        if not isinstance(given, dict):
+            continue
+        strange = [key for key in file.data if "_" in str(key) and key not in _AT_THE_TOP]
+        inside = frozenset(keys_of(section)) if strange else frozenset[str]()
+        for key in strange:
+            if (path := f"{section}.{key}") in inside and key not in inside:
+                what = f"accelerate refuses a file with it at the top: it is a key of {section}"
+                fix = f"Remove it: {section} has it too." if file.has(path) else f"Move it into {section}."
+                file.error("unknown-key", key, what, fix, misread=False)
+                _put(file, key, path)
+        for key in [key for key in given if key in _HOISTED]:
+            _hoist(file, f"{section}.{key}", str(key))
+
+
+def _hoist(file: Foreign, path: str, key: str) -> None:
+    """Reads a key of a section as that of the top, over which its launcher takes it."""
+    value = file.raw(path)
+    if file.has(key) and file.data[key] != value:
+        what = f"accelerate's launcher takes it over {key}: {shown(file.data[key])} at the top"
+        file.error("contradiction", path, what, "Keep one of them, at the top.", misread=False)
+    elif not file.has(key):
+        what = f"accelerate's launcher reads it as {key} of the top, over which it would go"
+        file.warn("contradiction", path, what, "Move it to the top.")
+    file.data[key] = value
+    file.shown_as[key] = path
+    if path in file.places:
+        file.places[key] = file.places[path]
+
+
+def _put(file: Foreign, key: str, path: str) -> None:
+    section, _, name = path.partition(".")
+    if not file.has(path):
+        file.data[section][name] = file.data[key]
+        file.shown_as[path] = key
+        if key in file.places:
+            file.places[path] = file.places[key]
+
+
 # --- keys of other types ---------------------------------------------------------------------------------------------
 
 
@@ -251,7 +331,11 @@ def _say_whose(file: Foreign) -> None:
     """Keys that accelerate's launcher does not read here, and DeepSpeed's own file has."""
     known = file.known()
     for key in file.section("deepspeed_config"):
-        homes = [f"{path}.{key}".strip(".") for path, keys in SECTIONS.items() if key in keys]
+        homes = [
+            f"{path}.{name}".strip(".")
+            for path, keys in SECTIONS.items()
+            if (name := str(key).removeprefix(f"{path.rpartition('.')[2]}_" if path else "")) in keys
+        ]
         if homes and f"{_IN_DEEPSPEED}{key}" not in known:
             what = "accelerate's launcher reads no such key here; DeepSpeed's own file does"
             home = next((home for home in homes if home.startswith("zero_optimization.")), homes[0])

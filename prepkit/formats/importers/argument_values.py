@@ -46,6 +46,51 @@ OLDER = {"optim": ("adamw_hf", "adamw_apex_fused")}
 """Words that releases before 5.0 take too."""
 
 
+_MOST = float("inf")
+RANGES: dict[str, tuple[float, float, str, str]] = {
+    "per_device_eval_batch_size": (1, _MOST, "1 or more", "torch's DataLoader"),
+    "eval_batch_size": (1, _MOST, "1 or more", "torch's DataLoader"),  # as axolotl calls it
+    "dataloader_num_workers": (0, _MOST, "0 or more", "torch's DataLoader"),
+    "dataloader_prefetch_factor": (0, _MOST, "0 or more", "torch's DataLoader"),
+    "warmup_steps": (0, _MOST, "0 or more", "transformers"),
+    "torch_empty_cache_steps": (1, _MOST, "1 or more", "transformers"),
+    "seed": (0, 2**32, "0 to 4294967295", "numpy's generator"),
+}
+"""Argument to its least value, the first that is too much, both in words, and what refuses any other."""
+OF_ADAMW: dict[str, tuple[float, float, str, str]] = {
+    "learning_rate": (0, _MOST, "a finite number from 0", "torch's AdamW"),
+    "adam_beta1": (0, 1, "a number from 0 and below 1", "torch's AdamW"),
+    "adam_beta2": (0, 1, "a number from 0 and below 1", "torch's AdamW"),
+    "adam_epsilon": (0, _MOST, "a finite number from 0", "torch's AdamW"),
+    "weight_decay": (0, _MOST, "a finite number from 0", "torch's AdamW"),
+}
+"""The same of those that the optimizer gets where torch's own is asked for, as it is where nothing is said."""
+
+
+def _ranges(file: Foreign) -> None:
+    asked = str(file.data.get("optim") or file.data.get("optimizer") or "adamw_torch")
+    own = asked in ("adamw_torch", "adamw_torch_fused") and not file.data.get("deepspeed")
+    for name, (least, below, words, by) in (RANGES | (OF_ADAMW if own else {})).items():
+        value = _number(file.data.get(name))
+        if value is not None and not least <= value < below:
+            what = f"{value:g} is refused by {by}, which takes {words}"
+            file.error("wrong-value", name, what, f"Write {words}.", misread=False)
+
+
+def _steps(file: Foreign) -> None:
+    """Steps are whole from 1 on, where they are counted; of logging they are not 0."""
+    for what, strategy in (("logging", "steps"), ("save", "steps"), ("eval", "no")):
+        name, value = f"{what}_steps", _number(file.data.get(f"{what}_steps"))
+        if value is None or str(file.data.get(f"{what}_strategy") or strategy) != "steps":
+            continue
+        if what == "logging" and value == 0:
+            said = "transformers refuses 0 with logging_strategy: steps, which is meant where nothing is said"
+            file.error("wrong-value", name, said, "Write 1 or more, or logging_strategy: 'no'.", misread=False)
+        elif value > 1 and value % 1:
+            said = f"transformers refuses {value:g}, as steps above 1 are whole"
+            file.error("wrong-value", name, said, f"Write {int(value)}.", misread=False)
+
+
 def judge(file: Foreign, micro_batch: str) -> None:
     """Says which values are refused; ``micro_batch`` is what the file calls the samples of a rank."""
     for name in (*NUMBERS, micro_batch):
@@ -55,8 +100,10 @@ def judge(file: Foreign, micro_batch: str) -> None:
     size = _number(file.data.get(micro_batch))
     if size is not None and size < 1:
         file.error("wrong-value", micro_batch, f"{size:g} samples make no batch", "Write 1 or more.", misread=False)
+    _ranges(file)
     if file.kind in ("transformers", "llamafactory"):  # others have words of their own
         _words(file)
+        _steps(file)
         _best(file)
 
 

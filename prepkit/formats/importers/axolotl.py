@@ -234,7 +234,7 @@ class _Said:
 
     def on(self, name: str) -> bool:
         """Whether a switch, or anything else, is given at the top."""
-        return str(self.data.get(name) or "false").lower() not in ("false", "no", "off", "0", "none")
+        return str(self.data.get(name) or "false").lower() not in ("false", "no", "off", "0", "0.0", "none")
 
 
 @frozen
@@ -248,6 +248,8 @@ class _Refusal:
     fix: str
 
 
+_EVALUATED = ("eval_strategy", "evaluation_strategy")
+"""Names of one key, the second of which is older."""
 _REFUSALS = (
     _Refusal(
         "dp_shard_size",
@@ -339,12 +341,74 @@ _REFUSALS = (
         "Write warmup_ratio with the same number in its place.",
     ),
     _Refusal(
-        "warmup_ratio",
-        lambda said: said.on("warmup_ratio") and said.on("warmup_steps"),
-        "axolotl refuses it beside warmup_steps",
-        "Keep one of them.",
+        "save_steps",
+        lambda said: said.on("save_steps") and said.on("save_strategy") and said.data["save_strategy"] != "steps",
+        "axolotl refuses it with another save_strategy than steps",
+        "Remove it, or write save_strategy: steps.",
+    ),
+    *(
+        _Refusal(
+            name,
+            lambda said, name=name: (  # type: ignore[misc]  # lambdas have no types
+                said.on(name) and any(said.on(one) and said.data[one] != "steps" for one in _EVALUATED)
+            ),
+            "axolotl refuses it with another eval_strategy than steps",
+            "Remove it, or write eval_strategy: steps.",
+        )
+        for name in ("eval_steps", "evals_per_epoch")
+    ),
+    _Refusal(
+        "val_set_size",
+        lambda said: (
+            said.data["val_set_size"] in (0, "0")
+            and any(said.on(one) for one in ("eval_steps", *_EVALUATED))
+            and not said.on("test_datasets")
+        ),
+        "axolotl refuses eval_steps and eval_strategy with it, as there is nothing to evaluate on",
+        "Write a part of the data, such as 0.05, or remove eval_steps and eval_strategy.",
     ),
 )
+_KERNELS = "lora_mlp_kernel lora_qkv_kernel lora_o_kernel"
+_LOSSES = "cut_cross_entropy chunked_cross_entropy liger_cross_entropy liger_fused_linear_cross_entropy"
+_APART: tuple[tuple[str, str], ...] = (
+    ("warmup_ratio", "warmup_steps"),
+    ("saves_per_epoch", "save_steps"),
+    ("evals_per_epoch", "eval_steps"),
+    ("val_set_size", "test_datasets pretraining_dataset streaming"),
+    ("max_memory", "gpu_memory_limit"),
+    ("noisy_embedding_alpha", "neftune_noise_alpha"),
+    ("pretrain_multipack_buffer_size", "streaming_multipack_buffer_size"),
+    ("lr_groups", "loraplus_lr_ratio"),
+    ("include_tokens_per_second", "pretraining_dataset"),
+    ("eval_sample_packing", "do_causal_lm_eval"),
+    ("model_quantization_config", "load_in_8bit load_in_4bit"),
+    ("revision_of_model", "gptq"),
+    *((one, " ".join(_LOSSES.split()[at + 1 :])) for at, one in enumerate(_LOSSES.split()[:-1])),
+    ("dataset_exact_deduplication", "streaming pretraining_dataset skip_prepare_dataset"),
+    ("qat", "load_in_8bit load_in_4bit"),
+    ("ple_cpu_offload", "fsdp fsdp_config deepspeed"),
+    ("relora", "fsdp fsdp_config deepspeed flash_attn_fuse_mlp"),
+    ("quantize_moe_experts", "lora_target_linear"),
+    ("trust_remote_code", _KERNELS),
+    ("sample_packing", "rl"),
+    ("tokenizer_use_mistral_common", "added_tokens_overrides special_tokens tokens chat_template processor_kwargs"),
+)
+"""Keys, each with those that axolotl 0.19 refuses it beside (``schemas/validation.py`` and ``schemas/config.py``)."""
+_NEEDS: tuple[tuple[str, str], ...] = (
+    ("pretraining_dataset", "max_steps"),
+    ("streaming", "max_steps"),
+    ("do_bench_eval", "evals_per_epoch eval_steps"),
+    ("push_dataset_to_hub", "hf_use_auth_token"),
+    ("peft_layers_pattern", "peft_layers_to_transform"),
+    ("deepcompile", "deepspeed"),
+    ("relora", "jagged_restart_steps"),
+    ("quantize_moe_experts", "load_in_4bit load_in_8bit"),
+    ("early_stopping_patience", "save_steps"),
+    ("early_stopping_patience", "eval_steps"),
+    ("selective_checkpointing", "gradient_checkpointing"),
+    ("fp8_config", "fp8"),
+)
+"""Keys, each with those of which it asks for one."""
 _REMOVED = {
     "max_packed_sequence_len": "Write sequence_len, with sample_packing: true.",
     "rope_scaling": "Write it below overrides_of_model_config.",
@@ -370,6 +434,14 @@ def _say_refused(file: Foreign) -> None:
     for row in _REFUSALS:
         if file.data.get(row.at) is not None and row.when(said):
             file.error("contradiction", row.at, row.what, row.fix, misread=False)
+    for name, others in _APART:
+        if said.on(name) and (there := [one for one in others.split() if said.on(one)]):
+            what = f"axolotl refuses it beside {there[0]}"
+            file.error("contradiction", name, what, "Keep one of them.", misread=False)
+    for name, others in _NEEDS:
+        if said.on(name) and not any(said.on(one) for one in others.split()):
+            needed = others.replace(" ", " or ")
+            file.error("contradiction", name, f"axolotl refuses it without {needed}", f"Write {needed}.", misread=False)
     for name, fix in _REMOVED.items():
         if said.on(name) or (name[:4] in ("dpo_", "rpo_") and file.data.get(name) is not None):  # false too
             file.error("unknown-key", name, "axolotl 0.18 has it no longer, and refuses it", fix, misread=False)

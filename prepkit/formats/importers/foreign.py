@@ -361,7 +361,15 @@ class Foreign:
                 )
                 return
             what = f"{self.kind} knows no such key, and nothing would read it"
-            self.error("unknown-key", key, what, unknown_key_fix(key, known, given), misread=False)
+            fitting = [one for one in known if self._fits(one, self._value(key))]
+            self.error("unknown-key", key, what, unknown_key_fix(key, fitting, given), misread=False)
+
+    def _fits(self, name: str, value: object) -> bool:
+        """Whether a value can be that of a key, by the way in which it is asked for: a switch is no path."""
+        way = self.asked.get(name, ("raw",))[0]
+        if isinstance(value, bool):
+            return way not in ("text", "names", "whole", "number")
+        return way != "flag" or value is None or str(value).strip().lower() in TRUE + FALSE
 
     def where(self, name: str) -> str:
         """A place as findings give it."""

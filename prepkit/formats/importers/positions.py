@@ -46,6 +46,17 @@ def positions(text: str, suffix: str) -> dict[str, LineColumn]:
     return dict(_below(node, "", set())) if node is not None else {}
 
 
+def twice_in(text: str, below: str) -> tuple[str, LineColumn, LineColumn] | None:
+    """The first key of an object of JSON that is there twice, and its two places; ``below``: as in ``[0].params``."""
+    above = re.sub(r"\[(?:'|\")?(.*?)(?:'|\")?\]", r".\1", below).strip(".")
+    seen: dict[str, LineColumn] = {}
+    for path, place in _places(text, _json(text)):
+        if path in seen and path.rpartition(".")[0] == above:
+            return path.removeprefix(f"{above}."), seen[path], place
+        seen[path] = place
+    return None
+
+
 def _below(node: Node, path: str, seen: set[int]) -> Iterator[tuple[str, LineColumn]]:
     if id(node) in seen:  # an alias: its keys have been told where they stand
         return

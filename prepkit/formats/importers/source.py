@@ -47,6 +47,15 @@ DOTS = 500
 _MEND = "mend the file at that place"
 _ANOTHER = "give the path of a config file"
 _LEAST = "write at least the engine: Single, DDP, FSDP1, FSDP2, TensorParallel, XLA or DeepSpeed"
+LEAST = {
+    "accelerate": "write at least distributed_type: MULTI_GPU, FSDP or DEEPSPEED, or run accelerate config",
+    "deepspeed": 'write at least "train_micro_batch_size_per_gpu" and "zero_optimization"',
+    "transformers": "write at least output_dir and per_device_train_batch_size",
+    "axolotl": "write at least base_model, datasets and micro_batch_size",
+    "llamafactory": "write at least model_name_or_path, stage and output_dir",
+    "torchtitan": "write at least [model] and [training]",
+}
+"""Library to what an empty file needs that is to be one of its own; any other is prepkit's."""
 
 
 @frozen
@@ -125,9 +134,19 @@ def _json(text: str, where: str) -> object:
         return codec_json.parse(text, where)
     except PlanRejected as refused:
         mend = {"codec.damaged": _MEND}  # a config file cannot be had by planning again
-        raise PlanRejected(
-            tuple(evolve(finding, fix=mend.get(finding.rule, finding.fix)) for finding in refused.findings)
-        ) from None
+        told = (evolve(finding, fix=mend.get(finding.rule, finding.fix)) for finding in refused.findings)
+        raise PlanRejected(tuple(_with_lines(finding, text) for finding in told)) from None
+
+
+def _with_lines(finding: Finding, text: str) -> Finding:
+    """A finding about a key of JSON that is there twice, with the lines of both, as of YAML."""
+    from prepkit.formats.importers.positions import twice_in
+
+    if finding.rule != "codec.duplicate-key" or (both := twice_in(text, finding.where.partition(":$")[2])) is None:
+        return finding
+    name, first, second = both
+    what = f"the key appears twice, in line {first[0]} and in line {second[0]}"
+    return evolve(finding, where=codec_json.inside(finding.where, name), what=what)
 
 
 def _yaml(text: str, where: str) -> object:
@@ -363,6 +382,8 @@ class Imported:
     """Setting to the keys that say it in a file of this library, be they there or not; empty for prepkit's own."""
     seen_to: tuple[str, ...] = ()
     """Rules whose harm its library keeps away by itself: they speak of what prepkit does, and of no run of that one."""
+    at: Mapping[int, Config] = field(factory=dict, repr=False, eq=False)
+    """Processes in all to the settings that the file means for so many, where they are others."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
 

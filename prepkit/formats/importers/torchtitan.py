@@ -73,6 +73,23 @@ _HERE = "parallelism."
 
 def read_torchtitan(source: Source) -> Imported:
     """The file as prepkit's config. Raises ``PlanRejected`` with every finding."""
+    file, sizes = _opened(source)
+    config = _config(file, sizes)
+    at: dict[int, Config] = {}
+    if sizes.shard == -1 and sizes.replicate == 1 and sizes.tensor > 1:  # on so many nothing is left to shard
+        again, _ = _opened(source)
+        at = {sizes.tensor: evolve(_config(again, evolve(sizes, shard=1)), origins=tuple(dict.fromkeys(again.origins)))}
+    if file.flag("fault_tolerance.enable"):
+        what = "prepkit starts no groups of replicas that may come and go"
+        file.error("not-supported", "fault_tolerance.enable", what, "Write false.")
+    file.launching("fault_tolerance")
+    if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
+        file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
+    return file.imported(config, world_size=_places(file, sizes), at=at)
+
+
+def _opened(source: Source) -> tuple[Foreign, Mesh]:
+    """The file with what is of no concern to preparation told apart, and the sizes of its mesh."""
     file = foreign("torchtitan", source)
     file.typed = True
     move_older_keys(file)
@@ -81,7 +98,10 @@ def read_torchtitan(source: Source) -> Imported:
     for name in _NUMBERS:
         file.number(name)
     file.launching(*_LAUNCHING)
-    sizes = _sizes(file)
+    return file, _sizes(file)
+
+
+def _config(file: Foreign, sizes: Mesh) -> Config:
     norm = file.number("training.max_norm", "clip")
     steps = file.whole("training.steps", "total_steps")
     timeout = file.number("comm.init_timeout_seconds", "timeout_s")
@@ -99,14 +119,7 @@ def read_torchtitan(source: Source) -> Imported:
         total_steps=steps,
         timeout_s=300.0 if timeout is None else float(timeout),
     )
-    config = evolve(config, precision=precision(file, config.engine))
-    if file.flag("fault_tolerance.enable"):
-        what = "prepkit starts no groups of replicas that may come and go"
-        file.error("not-supported", "fault_tolerance.enable", what, "Write false.")
-    file.launching("fault_tolerance")
-    if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
-        file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
-    return file.imported(config, world_size=_places(file, sizes))
+    return evolve(config, precision=precision(file, config.engine))
 
 
 def _places(file: Foreign, sizes: Mesh) -> int | None:

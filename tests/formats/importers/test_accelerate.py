@@ -120,7 +120,7 @@ distributed_type: FSDP
 mixed_precision: fp16
 fsdp_config:
   fsdp_auto_wrap_policy: SIZE_BASED_WRAP
-  fsdp_min_num_params: 1e6
+  fsdp_min_num_params: 1000000
   fsdp_sharding_strategy: 2
   fsdp_backward_prefetch: NO_PREFETCH
   fsdp_forward_prefetch: "true"
@@ -527,3 +527,60 @@ def test_an_unknown_key_with_dots_in_it_is_said(tmp_path: Path, where: str) -> N
         import_config(str(tmp_path / "a.yaml"))
     said = [finding for finding in caught.value.findings if finding.rule == "import.unknown-key"]
     assert [one.where.rpartition(" ")[2] for one in said] == [f"{where}.no.such.key".strip(".")]
+
+
+MISPLACED = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_processes: 8
+fsdp_version: 2
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+"""
+
+
+def test_a_key_that_belongs_into_a_section_is_told_so_and_read_there(tmp_path: Path) -> None:
+    what = "accelerate refuses a file with it at the top: it is a key of fsdp_config"
+    assert refused(tmp_path, MISPLACED) == [
+        f"error import.unknown-key at accelerate.yaml:4:1 fsdp_version: {what}\n  fix: Move it into fsdp_config."
+    ]
+    said = refused(tmp_path, "distributed_type: 'NO'\nfsdp_version: 2\n")
+    assert len(said) == 1
+    assert "Write it as fsdp_config.fsdp_version, with distributed_type: FSDP" in said[0]
+
+
+def test_keys_of_sagemaker_are_known_in_its_files_alone(tmp_path: Path) -> None:
+    assert "no such key" in refused(tmp_path, f"compute_environment: LOCAL_MACHINE\n{GPU}py_version: py310\n")[0]
+    text = f"compute_environment: AMAZON_SAGEMAKER\n{GPU}py_version: py310\n"
+    assert not read(tmp_path, text).notes
+
+
+def test_a_key_of_the_top_in_a_section_is_what_the_launcher_takes(tmp_path: Path) -> None:
+    inside = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  mixed_precision: fp16\n"
+    imported = read(tmp_path, inside)
+    assert isinstance(imported.config.precision, FP16)
+    assert [(note.rule, note.fix) for note in imported.notes] == [("import.contradiction", "Move it to the top.")]
+    [said] = refused(tmp_path, f"mixed_precision: bf16\n{inside}")
+    assert "accelerate's launcher takes it over mixed_precision: 'bf16' at the top" in said
+    assert not read(tmp_path, f"mixed_precision: fp16\n{inside}").notes
+
+
+def test_a_guess_takes_the_value_that_is_there(tmp_path: Path) -> None:
+    [said] = refused(
+        tmp_path, "distributed_type: DEEPSPEED\ndeepspeed_config: {offload_optimizer_pin_memory: true, zero_stage: 2}\n"
+    )
+    assert "Write zero_optimization.offload_optimizer.pin_memory into a DeepSpeed JSON" in said
+    for value, guessed in (("true", False), ("/tmp/x", True)):
+        text = f"distributed_type: DEEPSPEED\ndeepspeed_config: {{offload_param_nvme_paht: {value}, zero_stage: 3}}\n"
+        assert ("offload_param_nvme_path'" in refused(tmp_path, text)[0]) is guessed
+
+
+@pytest.mark.parametrize(("written", "refusals"), [("1e8", 1), ("1.0e+8", 1), ("100000000", 0), ("'100000000'", 0)])
+def test_a_number_that_is_read_with_int_is_in_digits(tmp_path: Path, written: str, refusals: int) -> None:
+    size = f"fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: {written}"
+    text = f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2, {size}}}\n"
+    if refusals:
+        assert "Write 100000000." in refused(tmp_path, text)[0]
+    else:
+        assert read(tmp_path, text).config.engine.wrap == WrapSize(100_000_000)  # type: ignore[union-attr]

@@ -286,7 +286,8 @@ def test_every_key_that_appears_twice_is_a_finding_with_its_lines(tmp_path: Path
         ("config.duplicate-key", f"{path}:$.engine.kind", "the key appears twice, in line 2 and in line 3"),
     ]
     [found] = refused(write(tmp_path, "c.json", '{"engine": {"kind": "DDP", "kind": "FSDP2"}}'))
-    assert (found.rule, found.where) == ("codec.duplicate-key", f"{tmp_path / 'c.json'}:$.engine")
+    assert (found.rule, found.where) == ("codec.duplicate-key", f"{tmp_path / 'c.json'}:$.engine.kind")
+    assert found.what == "the key appears twice, in line 1 and in line 1"
 
 
 def test_a_value_that_contains_itself_is_a_finding_and_a_shared_one_is_not(tmp_path: Path) -> None:
