@@ -70,6 +70,54 @@ for _ in range(3):
     (-critic(fake).mean()).backward()
     optimizer.step()
 """,
+    "a critic of several steps": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    for _ in range(3):
+        second.zero_grad()
+        (critic(model(x).detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+        second.step()
+        for one in critic.parameters():
+            one.data.clamp_(-0.01, 0.01)
+    optimizer.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    optimizer.step()
+""",
+    "a generator that comes first": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    fake = model(x)
+    optimizer.zero_grad()
+    (-critic(fake).mean()).backward()
+    optimizer.step()
+    second.zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+""",
+    "a critic that is frozen while the generator trains": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    critic.requires_grad_(False)
+    fake = model(x)
+    optimizer.zero_grad()
+    (-critic(fake).mean()).backward()
+    optimizer.step()
+    critic.requires_grad_(True)
+    second.zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+""",
+    "a layer that is frozen for one of two losses": """
+model[0].requires_grad_(False)
+(model(x).square().mean() / 2).backward()
+model[0].requires_grad_(True)
+(model(x + 1).abs().mean() / 2).backward()
+optimizer.step()
+model[0].requires_grad_(False)
+""",
     "an encoder and a head that one optimizer steps": """
 head = nn.Linear(3, 2)
 optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -414,6 +462,50 @@ with torch.no_grad():
 optimizer.step()
 """
 BACKWARD = "model(x).square().mean().backward()\n"
+CRITIC = """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+def of_critic():
+    second.zero_grad()
+    (critic(model(x).detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+"""
+DETACHED = f"""{CRITIC}
+for _ in range(9):
+    of_critic()
+    optimizer.zero_grad()
+    (-critic(model(x).detach()).mean()).backward()
+    optimizer.step()
+"""
+STEPS_THE_OTHER = f"""{CRITIC}
+for _ in range(9):
+    of_critic()
+    critic.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    second.step()
+"""
+TRIPLED_LATE = f"""{CRITIC}
+for _ in range(9):
+    for _ in range(3):
+        with torch.no_grad():
+            fake = model(x)
+        second.zero_grad()
+        (critic(fake).mean() - critic(torch.randn(5, 3)).mean()).backward()
+        second.step()
+    optimizer.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    model[0].weight.grad *= 3
+    optimizer.step()
+"""
+NOT_CLEARED = f"""{CRITIC}
+for _ in range(9):
+    fake = model(x)
+    optimizer.zero_grad()
+    (-critic(fake.detach()).mean() + fake.square().mean()).backward()
+    optimizer.step()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).square().mean()).backward()
+    second.step()
+"""
 TOLD: dict[str, tuple[str, str]] = {
     "steps another model": (
         f"{BACKWARD}torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()\n",
@@ -437,6 +529,10 @@ TOLD: dict[str, tuple[str, str]] = {
     ),
     "moves uphill by hand, clears, and moves back": (UPHILL, ""),
     "clears nothing": (f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n", "prove.left-over"),
+    "gives the generator no gradient": (DETACHED, "prove.no-gradient: The optimizer of `Sequential` has stepped over"),
+    "steps the critic for the generator": (STEPS_THE_OTHER, "prove.unproven: `Sequential` has had gradients, and the"),
+    "steps another model wrongly after several steps of the first": (TRIPLED_LATE, "prove.ratio"),
+    "never clears the critic": (NOT_CLEARED, "prove.left-over"),
     "steps twice": (f"{BACKWARD}optimizer.step()\noptimizer.step()\n", "prove.stepped-twice"),
 }
 
