@@ -160,7 +160,7 @@ class ProofFacts:
     wasted: int = 0
     """Those of them that are certainly of the same step: one accumulation, whose losses are divided by their number."""
     unstepped: tuple[str, ...] = ()
-    """Classes of other models that have had gradients, and that the optimizer which holds them has not stepped."""
+    """Why nothing is proven of other models that have had gradients, a sentence each."""
     detached: tuple[str, ...] = ()
     """Classes of other models whose optimizer has stepped over no gradient each time."""
     idle: bool = False

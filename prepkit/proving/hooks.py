@@ -188,6 +188,8 @@ class Around:
     """Steps over gradients that were cleared after the last backward, one after the other."""
     fed: bool = field(default=False, init=False)
     """Whether any gradient has arrived at an output."""
+    passed: bool = field(default=False, init=False)
+    """Whether it was stepped over gradients, and none had come by its outputs."""
     detached: int = field(default=0, init=False)
     """Steps over no gradient at all, with outputs of the model that nothing has gone backward over."""
     _cleared: int = field(default=0, init=False)

@@ -447,6 +447,7 @@ class Recorder(Turns):
             self._complete()
         elif any(call.ends for call in self._calls[self._looked :]) and steps_nothing(optimizer):
             self.around.detached += 1
+        self.around.passed = self.around.passed or bool(self.around.beside and with_gradients(root))
         self._looked = len(self._calls)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:

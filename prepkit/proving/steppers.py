@@ -183,9 +183,9 @@ class Waiting:
     """Models that were called beside those that are proven, and that nothing has stepped."""
 
     unstepped: tuple[str, ...] = ()
-    """Classes of those that have had gradients, and that an optimizer holds."""
+    """Why nothing is proven of those that have had gradients."""
     detached: tuple[str, ...] = ()
-    """Of those whose optimizer has stepped, over no gradient."""
+    """Classes of those whose optimizer has stepped, over no gradient."""
     noted: tuple[str, ...] = ()
     """What is to be told of the others."""
 
@@ -226,7 +226,11 @@ def waiting(family: Sequence[Turns], awaited: Sequence[nn.Module] | None) -> Wai
         if one.around.detached > 1:
             detached.append(name)
         elif mine and one.around.fed:
-            unstepped.append(name)
+            unstepped.append(
+                f"`{name}` has had gradients, and the optimizer that holds it has not stepped in this window"
+            )
+        elif one.around.passed:
+            unstepped.append(f"The optimizer of `{name}` has stepped over a loss that no output of it is in")
         else:
             none = ", and no optimizer holds it" * (awaited is not None and not mine)
             noted.append(f"`{name}` trains too, and nothing has stepped it{none}: it was not replayed")

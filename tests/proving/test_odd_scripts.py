@@ -116,7 +116,6 @@ model[0].requires_grad_(False)
 model[0].requires_grad_(True)
 (model(x + 1).abs().mean() / 2).backward()
 optimizer.step()
-model[0].requires_grad_(False)
 """,
     "an encoder and a head that one optimizer steps": """
 head = nn.Linear(3, 2)
@@ -406,6 +405,26 @@ def test_each_of_two_models_has_a_proof_of_its_own(tmp_path: Path) -> None:
     assert proof is not None
     assert {one.name for one in (proof, *proof.beside)} == {"Sequential", "Linear"}
     assert all(one.where.startswith("Sequential: ") for one in proof.failed)
+
+
+def test_a_model_that_does_not_step_for_long_is_named(tmp_path: Path) -> None:
+    """The critic's window waits for it, and no longer than for so many steps."""
+    text = """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for at in range(99):
+    with torch.no_grad():
+        fake = model(x)
+    second.zero_grad()
+    critic(fake).mean().backward()
+    second.step()
+    assert at < 22
+"""
+    proof = proved(tmp_path, text)
+    assert told(proof) == []
+    said = "`Sequential` was called, and the optimizer that holds it has not stepped in this window"
+    assert said in str(proof)
+    assert "has not stepped in this window" not in str(proved(tmp_path, f"del optimizer\n{text}"))
 
 
 COPIES = """

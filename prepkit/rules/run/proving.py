@@ -36,8 +36,8 @@ _PATCHED = (
     "module) does: a function over the module as it was computes with that also in a copy."
 )
 _UNSTEPPED = (
-    "Step the optimizer that holds it behind its backward. While you prove, let it step among the first 20 steps of "
-    "the others."
+    "Call the wrapper, and step the optimizer that holds it behind its backward: while you prove, among the first 20 "
+    "steps of the others."
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
 IN_16_BIT = ("bfloat16", "float16")
@@ -240,9 +240,8 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{what} those after: the program has put them together itself, or they are wrong.")
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
-    for name in facts.unstepped:
-        what = f"`{name}` has had gradients, and the optimizer that holds it has not stepped in this window"
-        yield Hit("proof", f"{what}: nothing of it was proven.", _UNSTEPPED)
+    for why in facts.unstepped:
+        yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
     if facts.unrepeated and not (facts.outputs or facts.options_apart):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
