@@ -94,7 +94,6 @@ class Recorder(Turns):
     _looked: int = field(default=0, init=False)
     """Calls before the last step over nothing."""
     _evaluating: tuple[str, ...] = field(default=(), init=False)
-    _stepping: bool = field(default=False, init=False)
     _calls: list[Called] = field(factory=list, init=False)
     _tracer: Tracer = field(factory=Tracer, init=False)
     _operators: ExitStack = field(factory=ExitStack, init=False)

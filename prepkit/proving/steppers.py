@@ -260,6 +260,7 @@ class Turns:
     """Whether the root was called since its window is complete."""
     _ready: bool = field(default=False, init=False)
     """Whether gradients were cleared since then: the next forward is another window's."""
+    _stepping: bool = field(default=False, init=False)
     _next: Next = field(factory=Next, init=False)
     waited: int = field(default=0, init=False)
     """Steps that were taken once more while others were still to step."""
@@ -308,7 +309,8 @@ class Turns:
 
     def _ended(self, *, again: bool = False) -> None:
         """A model is done; ``again``: and has stepped once more."""
-        if not (again or all(one.done for one in self.family)):
+        taken = not any(one._stepping for one in self.family)  # else one optimizer steps several, and is about to
+        if not (taken and (again or all(one.done for one in self.family))):
             return
         self.awaited = to_step(self.family, self.still.values())
         if self.waited >= WAITS or not (self.awaited or any(one._next.undecided for one in self.family)):

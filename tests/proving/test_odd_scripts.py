@@ -84,6 +84,18 @@ for _ in range(3):
     (-critic(model(x)).mean()).backward()
     optimizer.step()
 """,
+    "a critic of several steps and its generator, which one optimizer steps": """
+critic = nn.Linear(3, 1)
+optimizer = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.1)
+for _ in range(3):
+    for _ in range(3):
+        optimizer.zero_grad()
+        (critic(model(x).detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    optimizer.step()
+""",
     "a generator that comes first": """
 critic = nn.Linear(3, 1)
 second = torch.optim.Adam(critic.parameters())
@@ -243,6 +255,7 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert proof is not None
     assert [one.facts.unproven for one in (proof, *proof.beside)] == [""] * (1 + len(proof.beside))
     assert sum(len(one.facts.gradients) for one in (proof, *proof.beside)) >= 2 or "by value" in str(proof)
+    assert "of several steps" not in name or [len(one.facts.steps) for one in (proof, *proof.beside)] == [4, 2]
     gc.collect()
     alone = audit_script(str(tmp_path / "train.py"))
     assert proof.audit is not None
