@@ -53,7 +53,8 @@ def audit(
     inside, unused = accelerate_window(optimizer) if at_step else (False, False)
     there = (at_step or goes_backward()) and any(param.grad is not None for param in model.parameters())
     facts = evolve(with_cut(facts, window), gradients_on=there or torch.is_grad_enabled())
-    facts = evolve(facts, inside_window=inside, unused_window=unused)
+    by_hand = window is not None and window.backwards >= (facts.accumulation or 0)  # which backward() divides too
+    facts = evolve(facts, inside_window=inside, unused_window=unused and not by_hand)
     if facts.world_size > 1:
         facts = evolve(facts, averages_by_hand=averages_by_hand())
     findings = findings_of(rules, facts)

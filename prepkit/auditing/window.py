@@ -70,7 +70,7 @@ class Window:
     clipped_scaled: bool = False
     clipped_none: bool = False
     """Whether gradients were clipped before anything went backward."""
-    went_backward: bool = False
+    backwards: int = 0
     undivided: bool = False
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
@@ -125,6 +125,7 @@ class Window:
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
+            backwards=self.backwards,
             communicates=self.communicates,
             averages_weights=averages_weights(self.reduced),
             recompiled=recompiled(),
@@ -177,7 +178,7 @@ class Window:
         params = [params] if isinstance(params, Tensor) else [*params]
         held = {id(param) for param in params if param.grad is not None}
         self.clipped_scaled = self.clipped_scaled or (self.scaled and not held <= self._unscaled)
-        self.clipped_none = self.clipped_none or not (held or self.went_backward)
+        self.clipped_none = self.clipped_none or not (held or self.backwards)
         return plain(params, *given, **named)
 
     def _loss(self, name: str) -> Callable[..., Any]:
@@ -190,7 +191,7 @@ class Window:
         return around
 
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
-        self.went_backward = True
+        self.backwards += 1
         self.arrivals.goes_backward()
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         node = getattr(loss, "grad_fn", None)

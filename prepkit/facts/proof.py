@@ -159,6 +159,10 @@ class ProofFacts:
     """Micro-batches of a rank whose gradients were cleared before the step."""
     wasted: int = 0
     """Those of them that are certainly of the same step: one accumulation, whose losses are divided by their number."""
+    unstepped: tuple[str, ...] = ()
+    """Why nothing is proven of other models that have had gradients, a sentence each."""
+    detached: tuple[str, ...] = ()
+    """Classes of other models whose optimizer has stepped over no gradient each time."""
     idle: bool = False
     """Whether the optimizer has stepped twice over gradients that were cleared after the backward; nothing else is
     known then."""

@@ -94,6 +94,8 @@ class WindowFacts:
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     workers: tuple[WorkersAlike, ...] = ()
+    backwards: int = 0
+    """How often it went backward."""
     undivided: bool = False
     """Whether a loss went backward past accelerate, divided by nothing."""
     recompiled: tuple[tuple[str, int], ...] = ()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import tree
-from prepkit.proving.hooks import evaluating, line_of
+from prepkit.proving.hooks import evaluating, line_of, parameters
 from prepkit.proving.loss_graph import factor_of, operators_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
@@ -40,6 +40,8 @@ class Called:
     micro: int = -1
     entry: str = "forward"
     evaluating: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    """Parameters that trained nothing in it."""
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
 
@@ -59,7 +61,8 @@ class Called:
             tell(f"{error}, which a record does not hold: nothing was replayed")
             inputs = ""
         own = "num_items_in_batch" in kwargs
-        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own)
+        still = tuple(name for name, param in parameters(root) if not param.requires_grad)
+        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own, frozen=still)
 
     def ended(self, output: Any, adding: Callable[[dict[int, Tensor], int], Callable[[Tensor], None]]) -> None:
         """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
@@ -83,8 +86,8 @@ class Called:
         for kind, tensors in of:
             yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
 
-    def recorded(self) -> RecordedCall:
-        """As the file has it."""
+    def recorded(self, trains: Collection[str]) -> RecordedCall:
+        """As the file has it; ``trains``: parameters that the window trains."""
         ends, kept = tuple(sorted(self.arrived)), digest(self.tensors)
         return RecordedCall(
             inputs=self.inputs,
@@ -94,6 +97,7 @@ class Called:
             digest=kept,
             returned=tuple(self.returned),
             evaluating=self.evaluating,
+            frozen=tuple(name for name in self.frozen if name in trains),
         )
 
 

@@ -41,10 +41,9 @@ def shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def held_parts(
-    root: nn.Module, held: Mapping[str, Part], shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]
+    trained: Collection[str], held: Mapping[str, Part], shapes: Mapping[str, tuple[int, ...]], groups: Mapping[str, int]
 ) -> Iterator[HeldPart]:
     """Yield what a record says of each parameter; ``groups``: that of the optimizer that has stepped it."""
-    trained = {name for name, param in parameters(root) if param.requires_grad}
     for name, part in held.items():
         yield HeldPart(
             name=name,
@@ -123,6 +122,33 @@ def keep_changed(parts: Mapping[str, Part], tensors: dict[str, Tensor], keep: Ca
             keep(f"later/{name}", part.values)
 
 
+@define(eq=False)
+class Next:
+    """What a program does with a model behind its window, which says whether the window was left as it should be."""
+
+    called: bool = False
+    """Whether it was called, so that it trains, since it was stepped last."""
+    went: bool = False
+    """Whether anything went backward since then."""
+    closed: bool = False
+    """Whether nothing more of the window is looked at."""
+    undecided: tuple[str, ...] = ()
+    """Parameters that had a gradient of the window when something went backward, and have had one ever since. It is
+    left over once it is stepped with what the model's own backward adds; a backward of another model's loss, whose
+    gradients are cleared before, is none."""
+    _looked: bool = False
+
+    def left_of(self, now: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what is left of the window's gradients; ``now``: parameters that have one."""
+        self.undecided = tuple(name for name in now if name in self.undecided or not self._looked)
+        self._looked = True
+        return self.undecided
+
+    def stepped(self) -> None:
+        """The optimizer steps once more."""
+        self.called, self.went, self.undecided = False, False, ()
+
+
 COMPUTED = (
     "a module was called with weights that were computed from others (functional_call), as by a step in the loss: they "
     "are not replayed"
@@ -160,6 +186,12 @@ class Around:
     """Identities of the weights whose gradients the program has asked for, and goes backward over by nothing else."""
     idle: int = field(default=0, init=False)
     """Steps over gradients that were cleared after the last backward, one after the other."""
+    fed: bool = field(default=False, init=False)
+    """Whether any gradient has arrived at an output."""
+    passed: bool = field(default=False, init=False)
+    """Whether it was stepped over gradients, and none had come by its outputs."""
+    detached: int = field(default=0, init=False)
+    """Steps over no gradient at all, with outputs of the model that nothing has gone backward over."""
     _cleared: int = field(default=0, init=False)
     _thrown: list[Micro] = field(factory=list, init=False)
     """Micro-batches that were cleared since anything has stepped, or has tried to."""
@@ -270,6 +302,7 @@ class Around:
             if grad is None or not self.going:  # DDP gives none to outputs that no loss has used
                 return
             kept = local(grad).detach().cpu().clone()
+            self.fed = True
             arrived[place] = arrived[place] + kept if place in arrived else kept
 
         return hook
@@ -347,6 +380,12 @@ def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:
     mine = {id(param) for _, param in parameters(root) if param.requires_grad}
     given = inputs if isinstance(inputs, tuple | list) else (inputs,)
     return tuple(sorted({id(one) for one in given} & mine))
+
+
+def is_aside(root: nn.Module) -> bool:
+    """Whether a call of it trains none of its own weights: inside of a transform, with others, or frozen."""
+    every = list(root.parameters())
+    return transforms() or not all(one.is_leaf for one in every) or not any(one.requires_grad for one in every)
 
 
 def transforms() -> bool:

@@ -70,6 +70,8 @@ class RecordedCall:
     """Its first outputs, as the loop got them."""
     evaluating: tuple[str, ...] = ()
     """Modules that were in evaluation."""
+    frozen: tuple[str, ...] = ()
+    """Parameters of those that the window trains which were frozen in it."""
 
 
 @frozen(kw_only=True)
@@ -139,6 +141,10 @@ class Disturbed:
     """Micro-batches whose gradients were cleared before the step."""
     wasted: int = 0
     """Those of them that are certainly of the same step, as ``hooks.Around.wasted``."""
+    unstepped: tuple[str, ...] = ()
+    """Why nothing is proven of other models that have had gradients, a sentence each."""
+    detached: tuple[str, ...] = ()
+    """Classes of other models whose optimizer has stepped over no gradient each time."""
     idle: bool = False
     """Whether nothing else was recorded, because each step comes after gradients were cleared."""
     doubled: tuple[str, ...] = ()

@@ -23,15 +23,15 @@ from prepkit.facts.proof import ClipProof
 from prepkit.findings.text import some
 from prepkit.objects import names
 from prepkit.objects.local_part import local
-from prepkit.observe.fingerprints.parts import Part, parts
+from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare
 from prepkit.proving.called import Called, micro_of, place_in
 from prepkit.proving.hooks import (
-    Around,
     asked_for,
     evaluating,
     held_parts,
+    is_aside,
     keep_changed,
     line_of,
     other_buffers,
@@ -42,17 +42,20 @@ from prepkit.proving.hooks import (
     with_gradients,
 )
 from prepkit.proving.loss_graph import given_gradients, lowest_dtype, seed_of, weights_of
-from prepkit.proving.record_file import Head, Micro, Record
+from prepkit.proving.record_file import Head, Record
 from prepkit.proving.steppers import (
     Clipping,
-    HeldState,
+    Turns,
+    Waiting,
     clip_of,
     engine_of,
     holds,
     known_accumulation,
     places,
+    steps_nothing,
     torn,
     trainer_accumulation,
+    waiting,
 )
 from prepkit.proving.trace import Tracer, on_calls
 from prepkit.ranks.world import world
@@ -68,11 +71,9 @@ class TooLarge(ValueError):
 
 
 @define(kw_only=True)
-class Recorder:
+class Recorder(Turns):
     """What one window leaves on this rank. ``with recorder.on():`` around it; ``done`` once it is complete."""
 
-    root: nn.Module | None = None
-    """What the loop calls. None: the first module with trained parameters that is called from outside of any other."""
     accumulation: int | None = None
     divides: int | None = None
     """As ``Head.divides``."""
@@ -88,43 +89,26 @@ class Recorder:
     too_large: str = field(default="", init=False)
     traces: bool = False
     """Whether outputs of all modules and operators are noted too, for ``proving.bisect``."""
-    when_done: Callable[[], None] = lambda: None  # the default of a field
-    """Called once the window is complete: everything that trains was stepped, or the next window begins."""
-    lingers: bool = False
-    """Whether ``when_done`` waits until the next window goes forward, backward or steps."""
-    family: list[Recorder] = field(init=False)
-    """It, and one for each other model that is called beside this one and trains, where the root was not given."""
-    done: bool = field(default=False, init=False)
-    _again: bool = field(default=False, init=False)
-    """Whether the root was called since its window is complete."""
-    _ready: bool = field(default=False, init=False)
-    """Whether gradients were cleared since then: the next forward is another window's."""
+    _trains: set[str] = field(factory=set, init=False)
+    """Parameters that were trained when something has stepped, whatever is frozen afterwards."""
+    _looked: int = field(default=0, init=False)
+    """Calls before the last step over nothing."""
     _evaluating: tuple[str, ...] = field(default=(), init=False)
-    _stepping: bool = field(default=False, init=False)
     _calls: list[Called] = field(factory=list, init=False)
-    _micros: list[Micro] = field(factory=list, init=False)
     _tracer: Tracer = field(factory=Tracer, init=False)
     _operators: ExitStack = field(factory=ExitStack, init=False)
     _dtype: torch.dtype = field(default=torch.float64, init=False)
-    _parts: dict[str, Part] = field(factory=dict, init=False)
-    _tensors: dict[str, Tensor] = field(factory=dict, init=False)
-    _held: HeldState = field(factory=HeldState, init=False)
     _shapes: dict[str, tuple[int, ...]] = field(factory=dict, init=False)
     _told: int | None = field(default=None, init=False)
     """The accumulation that a Trainer was told."""
     _lines: dict[str, None] = field(factory=dict, init=False)
     _limits: dict[str, None] = field(factory=dict, init=False)
     _clips: Clipping = field(init=False)
-    around: Around = field(factory=Around, init=False)
-    _strange: bool = field(default=False, init=False)
-    """Whether an optimizer has stepped that holds nothing of any model that was called."""
     transformed: bool = field(default=False, init=False)
     """Whether a module was called inside of a transform of ``torch.func``, whose gradients nothing outside sees."""
     _aside: bool = field(default=False, init=False)
     _computed: bool = field(default=False, init=False)
     """Whether a module was called with weights that were computed from others."""
-    _still: dict[int, nn.Module] = field(factory=dict, init=False)
-    """Modules that were called, and do not train."""
     _likes: list[Any] = field(factory=list, init=False)
     """How each kind of loss was made, so that those of one kind have the same place."""
     _stack: ExitStack = field(factory=ExitStack, init=False)
@@ -169,22 +153,18 @@ class Recorder:
         """Notes what the proof cannot see."""
         self._limits[limit] = None
 
-    @property
-    def stepped(self) -> bool:
-        """Whether a window of the root was stepped, be it by an optimizer that holds nothing of it."""
-        return bool(self._held.optimizers or self._strange)
-
     def record(self) -> Record:
         """Return what was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
         if self.root is None or not self.stepped:
             raise ValueError("no optimizer has stepped parameters of a model that was called")
-        if self._ready:  # and there was no other window
+        if self._ready and not self._next.closed:  # and there was no other window
             keep_changed(self._parts, self._tensors, self._keep)
         for call_at, call in enumerate(self._calls):
             self._tensors |= dict(call.held(call_at))
-        for other in self.family[1:] if self.family[0] is self else ():
-            if not other.stepped:
-                self.tell(f"`{type(other.root).__name__}` trains too, and nothing has stepped it: it was not replayed")
+        first = self is next(one for one in self.family if one.stepped)
+        untold = waiting(self.family, self.family[0].awaited) if first else Waiting()
+        for told in untold.noted:
+            self.tell(told)
         others = [one.root for one in self.family if not one.stepped and one.root is not None]
         if own := tuple(self.around.own):
             self.tell(f"the forward itself changes {some(own)}: weights were replayed as they were at the step")
@@ -192,7 +172,7 @@ class Recorder:
             self.around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
             said = "and has not stepped in this window, which is right where parts train in turn"
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
-        for told in bare.in_the_same_place(parameters(self.root), (*self.family[0]._still.values(), *others)):
+        for told in bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others)):
             self.tell(told)
         engine = engine_of(self.root)
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self.around.scale
@@ -203,9 +183,9 @@ class Recorder:
         head = Head(
             rank=world().rank,
             world=world().size,
-            calls=tuple(call.recorded() for call in self._calls),
+            calls=tuple(call.recorded(self._trains) for call in self._calls),
             micros=tuple(self._micros),
-            params=tuple(held_parts(self.root, self._parts, self._shapes, self._held.groups)),
+            params=tuple(held_parts(self._trains, self._parts, self._shapes, self._held.groups)),
             evaluating=self._evaluating,
             optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._held.optimizers)),
             groups=self._held.options,
@@ -222,8 +202,12 @@ class Recorder:
             cut=bool(tensor_parallel(names.sites(self.root))),
             settings=tuple(bare.settings(self.root)),
             device=next((param.device.type for param in self.root.parameters()), "cpu"),
-            disturbed=self.around.told(
-                self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
+            disturbed=evolve(
+                self.around.told(
+                    self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
+                ),
+                unstepped=untold.unstepped,
+                detached=untold.detached,
             ),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
@@ -238,7 +222,7 @@ class Recorder:
             self.transformed = True
             return
         if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
-            self._still[id(module)] = module
+            self.still[id(module)] = module
             return
         if not all(one.is_leaf for one in module.parameters()):
             self._computed = True
@@ -285,7 +269,7 @@ class Recorder:
             self._hooked.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
 
     def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._aside = transforms() or not all(one.is_leaf for one in module.parameters())
+        self._aside = is_aside(module)
         if self._aside:
             return
         if self.stepped and not self.done and torch.is_grad_enabled():
@@ -293,6 +277,7 @@ class Recorder:
         if self._ready and torch.is_grad_enabled():
             self._over()
         if self.done or self.root is None or not torch.is_grad_enabled():
+            self._next.called = self._next.called or torch.is_grad_enabled()
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
         self.around.forward(self.root, first=not self._calls)
@@ -312,7 +297,7 @@ class Recorder:
 
     def _reads_buffers(self, *_: Any) -> None:
         """As a forward begins with them, which is once DDP has sent those of rank 0."""
-        if self.done or self.root is None or not (self._calls and torch.is_grad_enabled()):
+        if self.done or self._aside or self.root is None or not (self._calls and torch.is_grad_enabled()):
             return
         for path, buffer in bare.named_buffers(self.root) if len(self._calls) == 1 else ():
             self._keep(f"buffer/{path}", local(buffer))
@@ -332,9 +317,8 @@ class Recorder:
             if not (wanted := asked_for(self.root, inputs)):
                 return plain(tensors, *args, **kwargs)
             self.around.trains_some(self.root, wanted)
-        if self.done and self._again and not self._stepping:
-            self.around.kept = with_gradients(self.root)
-            self._over()
+        if self.done and not self._stepping:
+            self._goes_on()
         if self.around.asked and not (self.done or self._stepping):  # that was not what trains
             self.around.asked = ()
             self._micros.clear()
@@ -351,6 +335,7 @@ class Recorder:
         if self._stepping or given.get("create_graph") or not wanted or instead:
             return plain(outputs, inputs, *args, **kwargs)
         if self.done and self._again:
+            self._next.went = True
             self._over()
         if not self.done:
             self.around.asks(wanted)
@@ -393,7 +378,10 @@ class Recorder:
         result = plain(which, *args, **kwargs)
         kept = self.around.asked or self.done or self.stepped  # what was asked for lies elsewhere
         if self.done and holds(self.root, which):
-            self._ready = self.lingers and not with_gradients(self.root)
+            left = with_gradients(self.root)
+            self._ready = self.lingers and not left
+            if self._next.undecided and not self._next.left_of(left):
+                self._over()
         elif not kept and holds(self.root, which) and not with_gradients(self.root):
             self.around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]
@@ -415,16 +403,16 @@ class Recorder:
         """Records what is about to be stepped; what a closure makes first, after the closure."""
         closed = with_closure(args, kwargs or {}, lambda: self._gradients(optimizer))
         if self.done and closed and optimizer in self._held.optimizers:
-            self.family[0].when_done()  # the next window
-        if not closed or self.done:
-            self._gradients(optimizer if not closed else None)
+            self._steps_again()
+        if not closed:
+            self._gradients(optimizer)
         return None if self.done else closed
 
     def _gradients(self, optimizer: Any) -> None:
         known = self.done and (optimizer in self._held.optimizers or (not self._ready and holds(self.root, optimizer)))
         if known and not self._stepping:
-            self.around.twice = not self._again
-            self.family[0].when_done()  # what has not stepped by now does not step in this window
+            self.around.twice = self.around.twice or not self._next.went
+            self._steps_again()
         if self.done or self._stepping or self.root is None:
             return
         if not self._micros:
@@ -433,6 +421,7 @@ class Recorder:
         if not self._parts:
             self._parts = parts(self.root, masters=True)
             self._shapes = shapes(self.root)
+            self._trains = {name for name, param in parameters(self.root) if param.requires_grad}
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
             self.around.steps(self.root)
@@ -443,15 +432,22 @@ class Recorder:
             self.around.tried()
             return
         self._stepping = True
+        self._trains |= {name for name, param in parameters(self.root) if param.requires_grad}
         self._lines |= dict.fromkeys(line_of("step"))
         self._held.take(optimizer, held, self._parts, self._keep)
 
     def _idles(self, root: nn.Module, optimizer: Any) -> None:
         """A step over nothing: the second one is all that there is to tell."""
-        if not self.stepped and holds(root, optimizer) and self.around.stepped_nothing(root):
+        if self.stepped or not holds(root, optimizer):
+            return
+        if self.around.stepped_nothing(root):
             self._lines |= dict.fromkeys(line_of("step"))
             self._held.optimizers.append(optimizer)
             self._complete()
+        elif any(call.ends for call in self._calls[self._looked :]) and steps_nothing(optimizer):
+            self.around.detached += 1
+        self.around.passed = self.around.passed or bool(self.around.beside and with_gradients(root))
+        self._looked = len(self._calls)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer not in self._held.optimizers or not self._stepping:
@@ -463,7 +459,7 @@ class Recorder:
             self._complete()
 
     def _trained(self) -> set[str]:
-        return {name for name, param in parameters(self.root) if param.requires_grad} & self._parts.keys()
+        return self._trains & self._parts.keys()
 
     def _complete(self) -> None:
         if not self.done and self.root is not None:
@@ -472,17 +468,7 @@ class Recorder:
                 self._keep(f"after/{name}", self._parts[name].values)
         self.done = self._clips.closed = True
         if not self.lingers:
-            self._over()
-
-    def _over(self) -> None:
-        """Nothing more of this model is to be seen: the window is over, where all are done."""
-        keep_changed(self._parts, self._tensors, self._keep)
-        self._ready = False
-        self._ended() if self.family[0] is self else self.when_done()
-
-    def _ended(self) -> None:
-        if all(one.done for one in self.family):
-            self.when_done()
+            self.family[0]._ended()
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         if self.too_large:

@@ -42,7 +42,7 @@ from prepkit.ranks.world import world
 HALF = ("bfloat16", "float16")
 DISTURBED = (
     *("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted"),
-    *("asked", "doubled", "averages"),
+    *("asked", "doubled", "averages", "unstepped", "detached"),
 )
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
@@ -215,6 +215,8 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         wrapper=next((one.wrapper for one in every if one.wrapper), ""),
         cleared=max(one.cleared for one in every),
         wasted=min(one.wasted for one in every),
+        unstepped=names_of("unstepped"),
+        detached=names_of("detached"),
         idle=any(one.idle for one in every),
         asked=any(one.asked for one in every),
         doubled=names_of("doubled"),
@@ -259,6 +261,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
     """The gradient of every share, by name. ``low``: the dtype of autocast."""
     model, streamed = window.streamed(dtype)
     found = []
+    trained = {one.name for one in window.records[0].head.params if one.trained}
     window.reached_by.clear()
     window.outputs.append(Outputs(str(dtype).removeprefix("torch.")))
     for record in window.records:
@@ -269,9 +272,11 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
                     weight = weight_of(window.records, record, at)
                     _put_back(model, record, number)
                     bare.evaluate(model, call.evaluating)
+                    for name, param in streamed.params.items():
+                        param.requires_grad_(name in trained and name not in call.frozen)
                     divisor = record.head.scale / number_of(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
-            zero = [name for name, param in streamed.params.items() if param.requires_grad and name not in share]
+            zero = [name for name in streamed.params if name in trained and name not in share]
             window.held = max(window.held, streamed.most)
             window.reached |= share.keys()
             window.reached_by.append(frozenset(share))

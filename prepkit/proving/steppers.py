@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from math import isfinite
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -20,6 +20,7 @@ from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
+from prepkit.proving.hooks import Around, Next, keep_changed, with_gradients
 from prepkit.proving.record_file import Micro
 
 
@@ -139,7 +140,7 @@ class HeldState:
         """Trained parameters that another optimizer holds which is alive: it steps in a window of its own."""
         rest = {name: id(param) for name, param in params if param.requires_grad and name not in self.groups}
         rest = rest if self.groups else {}
-        alive = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)] if rest else []
+        alive = alive_optimizers() if rest else []
         others = [one for one in alive if not any(one is other for other in self.optimizers)]
         held = {id(param) for one in others for param in given_to(one)}
         return tuple(name for name, its in rest.items() if its in held)
@@ -171,6 +172,152 @@ class HeldState:
             if holder.grad is not None:
                 grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
                 keep(f"grad/{name}", local(grad).reshape(-1)[at : at + numel])
+
+
+WAITS = 20
+"""Steps of models that have stepped already for which one waits that is still to step."""
+
+
+@frozen
+class Waiting:
+    """Models that were called beside those that are proven, and that nothing has stepped."""
+
+    unstepped: tuple[str, ...] = ()
+    """Why nothing is proven of those that have had gradients."""
+    detached: tuple[str, ...] = ()
+    """Classes of those whose optimizer has stepped, over no gradient."""
+    noted: tuple[str, ...] = ()
+    """What is to be told of the others."""
+
+
+def alive_optimizers() -> list[Any]:
+    """Every optimizer that there is."""
+    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+
+
+def steps_nothing(optimizer: Any) -> bool:
+    """Return whether nothing that it holds has a gradient."""
+    return all(param.grad is None or not bool(local(param.grad).any()) for param in given_to(optimizer))
+
+
+def to_step(family: Sequence[Turns], others: Iterable[nn.Module]) -> list[nn.Module]:
+    """Models that were called, that an optimizer holds, and that nothing has stepped.
+
+    ``others``: such as did not train so far; what an optimizer holds that has stepped stays frozen.
+    """
+    done = {id(param) for one in family if one.stepped and one.root is not None for param in one.root.parameters()}
+    known = {id(param) for one in family for stepped in one._held.optimizers for param in given_to(stepped)}
+    models = [one.root for one in family if one.root is not None]
+    still = [one for one in others if known.isdisjoint(map(id, one.parameters()))]
+    rest = {id(one): {id(param) for param in one.parameters()} for one in (*models, *still)}
+    left = [one for one in (*models, *still) if rest[id(one)] and done.isdisjoint(rest[id(one)])]
+    held = {id(param) for one in alive_optimizers() for param in given_to(one)} if left else set()
+    return [one for one in left if not held.isdisjoint(rest[id(one)]) or engine_of(one) is not None]
+
+
+def waiting(family: Sequence[Turns], awaited: Sequence[nn.Module] | None) -> Waiting:
+    """Return what is to be told of models that nothing has stepped; ``awaited`` as of ``Turns``."""
+    held = awaited or ()
+    unstepped, detached, noted = list[str](), list[str](), list[str]()
+    for one in family:
+        name, mine = type(one.root).__name__, any(one.root is other for other in held)
+        if one.stepped:
+            continue
+        if one.around.detached > 1:
+            detached.append(name)
+        elif mine and one.around.fed:
+            unstepped.append(
+                f"`{name}` has had gradients, and the optimizer that holds it has not stepped in this window"
+            )
+        elif one.around.passed:
+            unstepped.append(f"The optimizer of `{name}` has stepped over a loss that no output of it is in")
+        else:
+            none = ", and no optimizer holds it" * (awaited is not None and not mine)
+            noted.append(f"`{name}` trains too, and nothing has stepped it{none}: it was not replayed")
+    known = {id(param) for one in family if one.root is not None for param in one.root.parameters()}
+    for other in held:
+        if known.isdisjoint(map(id, other.parameters())):
+            known |= set(map(id, other.parameters()))
+            said = f"`{type(other).__name__}` was called, and the optimizer that holds it has not stepped in this"
+            noted.append(f"{said} window: nothing of it was proven")
+    return Waiting(tuple(unstepped), tuple(detached), tuple(noted))
+
+
+@define(kw_only=True)
+class Turns:
+    """One of the models that a program calls, which may train one after the other: when its window is over."""
+
+    root: nn.Module | None = None
+    """What the loop calls. None: the first module with trained parameters that is called from outside of any other."""
+    when_done: Callable[[], None] = lambda: None  # the default of a field
+    """Called once the window is complete: everything that trains was stepped, or the next window begins."""
+    lingers: bool = False
+    """Whether ``when_done`` waits until the next window goes forward, backward or steps."""
+    family: list[Any] = field(init=False)
+    """It, and one for each other model that is called beside this one and trains, where the root was not given."""
+    done: bool = field(default=False, init=False)
+    _again: bool = field(default=False, init=False)
+    """Whether the root was called since its window is complete."""
+    _ready: bool = field(default=False, init=False)
+    """Whether gradients were cleared since then: the next forward is another window's."""
+    _stepping: bool = field(default=False, init=False)
+    _next: Next = field(factory=Next, init=False)
+    waited: int = field(default=0, init=False)
+    """Steps that were taken once more while others were still to step."""
+    _micros: list[Micro] = field(factory=list, init=False)
+    _parts: dict[str, Part] = field(factory=dict, init=False)
+    _tensors: dict[str, Tensor] = field(factory=dict, init=False)
+    around: Around = field(factory=Around, init=False)
+    _held: HeldState = field(factory=HeldState, init=False)
+    _strange: bool = field(default=False, init=False)
+    """Whether an optimizer has stepped that holds nothing of any model that was called."""
+    awaited: list[nn.Module] | None = field(default=None, init=False)
+    """As of ``to_step``, when somebody has looked last; None: nobody has."""
+    still: dict[int, nn.Module] = field(factory=dict, init=False)
+    """Modules that were called, and do not train."""
+
+    @property
+    def stepped(self) -> bool:
+        """Whether a window of the root was stepped, be it by an optimizer that holds nothing of it."""
+        return bool(self._held.optimizers or self._strange)
+
+    def _goes_on(self) -> None:
+        """Something goes backward behind the window of this model. What was left counts where it is stepped too."""
+        self._next.went = self._next.went or self._next.called
+        if self._again and not self._next.closed:
+            self._next.left_of(with_gradients(self.root))
+        if self._again and not self._next.undecided:
+            self._over()
+
+    def _steps_again(self) -> None:
+        """The next window of this model: what has not stepped by now may still do so."""
+        self.around.kept = self._next.undecided or self.around.kept
+        self._close()
+        self._next.stepped()
+        self.family[0].waited += 1
+        self.family[0]._ended(again=True)
+
+    def _close(self) -> None:
+        if not self._next.closed:
+            keep_changed(self._parts, self._tensors, self._keep)
+        self._ready, self._next.closed = False, True
+
+    def _over(self) -> None:
+        """Nothing more of this model is to be seen: the window is over, where all are done."""
+        self._close()
+        self.family[0]._ended()
+
+    def _ended(self, *, again: bool = False) -> None:
+        """A model is done; ``again``: and has stepped once more."""
+        taken = not any(one._stepping for one in self.family)  # else one optimizer steps several, and is about to
+        if not (taken and (again or all(one.done for one in self.family))):
+            return
+        self.awaited = to_step(self.family, self.still.values())
+        if self.waited >= WAITS or not (self.awaited or any(one._next.undecided for one in self.family)):
+            self.when_done()
+
+    def _keep(self, key: str, tensor: Tensor) -> None:
+        raise NotImplementedError
 
 
 CLIPS = {"_clip_grads_with_norm_": "clipped", "_get_total_norm": "measured", "clip_grad_value_": "clamped"}

@@ -13,9 +13,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from prepkit.auditing import window
+from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step, told
 from prepkit.observe.prepared.loaders import first_sample, prepared_loader
+from tests.audit.by_libraries import accelerator
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.fork_server import ForkServers
 from tests.support.script import ran
@@ -530,3 +532,17 @@ def test_what_is_divided_wrongly_by_hand_is_an_error(run: Auditor, name: str) ->
     code, out, err = run(text, *["--prove"] * prove, "train.py", world=2)
     assert code == 1, (out, err)
     assert f"error {said}" in out
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_a_number_of_micro_batches_that_a_loop_counts_itself_is_used(backwards: int) -> None:
+    """``accelerator.backward`` divides by it without ``accumulate()`` too."""
+    pytest.importorskip("accelerate")
+    ours = accelerator(gradient_accumulation_steps=3)
+    model, optimizer = ours.prepare(net(), adam(net()))
+    with (heard := window.Window()).on():
+        for _ in range(backwards):
+            ours.backward(model(torch.ones(4, WIDTH)).square().sum())
+    found = audit(model, optimizer, at_step=True, window=heard.facts([]))
+    accelerator()  # as it was before
+    assert ("run.unused-window" in {one.rule for one in found.findings}) == (backwards == 1)

@@ -70,6 +70,65 @@ for _ in range(3):
     (-critic(fake).mean()).backward()
     optimizer.step()
 """,
+    "a critic of several steps": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    for _ in range(3):
+        second.zero_grad()
+        (critic(model(x).detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+        second.step()
+        for one in critic.parameters():
+            one.data.clamp_(-0.01, 0.01)
+    optimizer.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    optimizer.step()
+""",
+    "a critic of several steps and its generator, which one optimizer steps": """
+critic = nn.Linear(3, 1)
+optimizer = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.1)
+for _ in range(3):
+    for _ in range(3):
+        optimizer.zero_grad()
+        (critic(model(x).detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    optimizer.step()
+""",
+    "a generator that comes first": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    fake = model(x)
+    optimizer.zero_grad()
+    (-critic(fake).mean()).backward()
+    optimizer.step()
+    second.zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+""",
+    "a critic that is frozen while the generator trains": """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for _ in range(3):
+    critic.requires_grad_(False)
+    fake = model(x)
+    optimizer.zero_grad()
+    (-critic(fake).mean()).backward()
+    optimizer.step()
+    critic.requires_grad_(True)
+    second.zero_grad()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+""",
+    "a layer that is frozen for one of two losses": """
+model[0].requires_grad_(False)
+(model(x).square().mean() / 2).backward()
+model[0].requires_grad_(True)
+(model(x + 1).abs().mean() / 2).backward()
+optimizer.step()
+""",
     "an encoder and a head that one optimizer steps": """
 head = nn.Linear(3, 2)
 optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -196,6 +255,7 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert proof is not None
     assert [one.facts.unproven for one in (proof, *proof.beside)] == [""] * (1 + len(proof.beside))
     assert sum(len(one.facts.gradients) for one in (proof, *proof.beside)) >= 2 or "by value" in str(proof)
+    assert "of several steps" not in name or [len(one.facts.steps) for one in (proof, *proof.beside)] == [4, 2]
     gc.collect()
     alone = audit_script(str(tmp_path / "train.py"))
     assert proof.audit is not None
@@ -360,6 +420,26 @@ def test_each_of_two_models_has_a_proof_of_its_own(tmp_path: Path) -> None:
     assert all(one.where.startswith("Sequential: ") for one in proof.failed)
 
 
+def test_a_model_that_does_not_step_for_long_is_named(tmp_path: Path) -> None:
+    """The critic's window waits for it, and no longer than for so many steps."""
+    text = """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+for at in range(99):
+    with torch.no_grad():
+        fake = model(x)
+    second.zero_grad()
+    critic(fake).mean().backward()
+    second.step()
+    assert at < 22
+"""
+    proof = proved(tmp_path, text)
+    assert told(proof) == []
+    said = "`Sequential` was called, and the optimizer that holds it has not stepped in this window"
+    assert said in str(proof)
+    assert "has not stepped in this window" not in str(proved(tmp_path, f"del optimizer\n{text}"))
+
+
 COPIES = """
 copies = [nn.Parameter(one.detach().clone()) for one in model.parameters()]
 model(x).square().mean().backward()
@@ -414,6 +494,50 @@ with torch.no_grad():
 optimizer.step()
 """
 BACKWARD = "model(x).square().mean().backward()\n"
+CRITIC = """
+critic = nn.Linear(3, 1)
+second = torch.optim.Adam(critic.parameters())
+def of_critic():
+    second.zero_grad()
+    (critic(model(x).detach()).mean() - critic(torch.randn(5, 3)).mean()).backward()
+    second.step()
+"""
+DETACHED = f"""{CRITIC}
+for _ in range(9):
+    of_critic()
+    optimizer.zero_grad()
+    (-critic(model(x).detach()).mean()).backward()
+    optimizer.step()
+"""
+STEPS_THE_OTHER = f"""{CRITIC}
+for _ in range(9):
+    of_critic()
+    critic.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    second.step()
+"""
+TRIPLED_LATE = f"""{CRITIC}
+for _ in range(9):
+    for _ in range(3):
+        with torch.no_grad():
+            fake = model(x)
+        second.zero_grad()
+        (critic(fake).mean() - critic(torch.randn(5, 3)).mean()).backward()
+        second.step()
+    optimizer.zero_grad()
+    (-critic(model(x)).mean()).backward()
+    model[0].weight.grad *= 3
+    optimizer.step()
+"""
+NOT_CLEARED = f"""{CRITIC}
+for _ in range(9):
+    fake = model(x)
+    optimizer.zero_grad()
+    (-critic(fake.detach()).mean() + fake.square().mean()).backward()
+    optimizer.step()
+    (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).square().mean()).backward()
+    second.step()
+"""
 TOLD: dict[str, tuple[str, str]] = {
     "steps another model": (
         f"{BACKWARD}torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()\n",
@@ -437,6 +561,10 @@ TOLD: dict[str, tuple[str, str]] = {
     ),
     "moves uphill by hand, clears, and moves back": (UPHILL, ""),
     "clears nothing": (f"for _ in range(2):\n    {BACKWARD}    optimizer.step()\n", "prove.left-over"),
+    "gives the generator no gradient": (DETACHED, "prove.no-gradient: The optimizer of `Sequential` has stepped over"),
+    "steps the critic for the generator": (STEPS_THE_OTHER, "prove.unproven: `Sequential` has had gradients, and the"),
+    "steps another model wrongly after several steps of the first": (TRIPLED_LATE, "prove.ratio"),
+    "never clears the critic": (NOT_CLEARED, "prove.left-over"),
     "steps twice": (f"{BACKWARD}optimizer.step()\noptimizer.step()\n", "prove.stepped-twice"),
 }
 

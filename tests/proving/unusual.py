@@ -1038,6 +1038,58 @@ def a_running_sum_goes_backward(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def _critic_and_maker(train_maker: Callable[[nn.Module, nn.Module, Any, Any], object]) -> Window:
+    """Three steps of a critic, then what trains the generator, twice."""
+    torch.manual_seed(0)
+    maker, critic = DDP(nn.Linear(WIDTH, WIDTH)), DDP(nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)))
+    first, second = adam(critic), adam(maker)
+
+    def train() -> None:
+        for _ in range(2):
+            for x, _ in micros(3):
+                first.zero_grad()
+                made = critic(torch.cat((maker(x).detach(), x)))
+                (made[:6].mean() - made[6:].mean()).backward()
+                first.step()
+            second.zero_grad()
+            train_maker(maker, critic, first, second)
+
+    return Window(None, train, lingers=True)
+
+
+def _maker_steps(maker: nn.Module, critic: nn.Module, _: Any, second: Any) -> None:
+    (-critic(maker(next(micros(1))[0])).mean()).backward()
+    second.step()
+
+
+def critic_of_three_steps(rank: int, world: int) -> Window:
+    return _critic_and_maker(_maker_steps)
+
+
+def generator_past_its_wrapper(rank: int, world: int) -> Window:
+    def steps(maker: nn.Module, critic: nn.Module, first: Any, second: Any) -> None:
+        _maker_steps(maker.module, critic, first, second)  # type: ignore[arg-type]
+
+    return _critic_and_maker(steps)
+
+
+def generator_whose_output_is_detached(rank: int, world: int) -> Window:
+    def steps(maker: nn.Module, critic: nn.Module, _: Any, second: Any) -> None:
+        (-critic(maker(next(micros(1))[0]).detach()).mean()).backward()
+        second.step()
+
+    return _critic_and_maker(steps)
+
+
+def generator_that_is_never_stepped(rank: int, world: int) -> Window:
+    def steps(maker: nn.Module, critic: nn.Module, first: Any, _: Any) -> None:
+        first.zero_grad()
+        (-critic(maker(next(micros(1))[0])).mean()).backward()
+        first.step()
+
+    return _critic_and_maker(steps)
+
+
 def clipped_behind_the_step(rank: int, world: int) -> Window:
     model = DDP(net())
     optimizer = adam(model)
@@ -1149,11 +1201,15 @@ RIGHT_UNUSUAL = (
     sums_divided_by_all_tokens,
     divided_by_what_backward_is_given,
     a_loss_that_a_layer_keeps,
+    critic_of_three_steps,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (asked_for_and_summed, "prove.summed", "2.000 x"),
     (asked_for_and_each_cut_by_itself, "prove.unproven", "no sum of the gradients that the program has asked"),
     (two_tasks_of_three_micro_batches_never_divided, "prove.accumulation", "3.000 x"),
+    (generator_whose_output_is_detached, "prove.no-gradient", "has stepped over no gradient each time"),
+    (generator_past_its_wrapper, "prove.unproven", "has stepped over a loss that no output of it is in"),
+    (generator_that_is_never_stepped, "prove.unproven", "has had gradients, and the optimizer that holds it"),
     (one_loss_twice, "prove.micro-batch", "for the second time: its gradients count twice"),
     (a_running_sum_goes_backward, "prove.micro-batch", "for the second time"),
     (clipped_behind_the_step, "prove.not-clipped", "clipped to 0.01 behind the step"),

@@ -25,6 +25,7 @@ ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
 _ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
+_REACHES = "Look for a .detach() or a no_grad() between the model and its loss."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 
 
@@ -110,6 +111,9 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
     if facts.idle:
         said = "The optimizer has stepped twice over no gradient: each time they were cleared after the backward"
         yield Hit("loop", f"{said}, and nothing trains ({', '.join(facts.lines)}).", _BEHIND)
+    for name in facts.detached:
+        said = f"The optimizer of `{name}` has stepped over no gradient each time: no loss reaches it"
+        yield Hit("loop", f"{said}, and it does not train.", _REACHES)
     for cause, names in causes(facts):
         if cause.rule == "prove.no-gradient":
             had = "a gradient of zeros" if cause.why else "no gradient"

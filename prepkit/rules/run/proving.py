@@ -35,6 +35,10 @@ _PATCHED = (
     "Write a forward that was put in another's place so that it uses its own module, as types.MethodType(function, "
     "module) does: a function over the module as it was computes with that also in a copy."
 )
+_UNSTEPPED = (
+    "Call the wrapper, and step the optimizer that holds it behind its backward: while you prove, among the first 20 "
+    "steps of the others."
+)
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
 IN_16_BIT = ("bfloat16", "float16")
 
@@ -64,9 +68,8 @@ def _left_over(facts: ProofFacts) -> Iterator[Hit]:
 
 def _twice(facts: ProofFacts) -> Iterator[Hit]:
     if facts.twice:
-        yield Hit(
-            "optimizer", "The optimizer stepped once more over the same gradients: nothing went backward between."
-        )
+        said = "The optimizer stepped once more over the same gradients"
+        yield Hit("optimizer", f"{said}: nothing went backward to them between.")
 
 
 def _decay(facts: ProofFacts) -> Iterator[Hit]:
@@ -237,6 +240,8 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{what} those after: the program has put them together itself, or they are wrong.")
     if facts.unproven:
         yield Hit("proof", f"{facts.unproven}.")
+    for why in facts.unstepped:
+        yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
     if facts.unrepeated and not (facts.outputs or facts.options_apart):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
