@@ -25,12 +25,16 @@ from prepkit.findings.text import at, some
 from prepkit.objects import names
 from prepkit.plan import Plan
 from prepkit.rules.forward import elsewhere
+from prepkit.rules.run.drift import FSDP1_INSTEAD
 from prepkit.steps import CompileModules, InitializeDeepSpeed, ShardUnits, WrapFSDP1
 
 LIBRARIES = ("torch.", "deepspeed.", "prepkit.")
 """How the names of modules begin whose lines name no parameter of the model."""
 DTYPES = re.compile(r"\b(dtype|scalar type)\b.*\b(BFloat16|Half)\b", re.DOTALL)
 """What torch says of numbers in 16 bits that meet others."""
+
+WRITTEN = re.compile(r"view.* modified inplace", re.DOTALL)
+"""What torch says of weights that are written where they are views."""
 
 
 def explain(model: Module, plan: Plan) -> Iterator[RemovableHandle]:
@@ -90,6 +94,9 @@ def findings(error: BaseException, model: Module, plan: Plan) -> Iterator[Findin
     for hit in elsewhere(tuple(_foreign(frames, model, plan, running))):
         foreign = True
         yield found("forward.used-elsewhere", hit.where, hit.what, hit.fix)
+    if WRITTEN.search(str(error)) and any(isinstance(planned.step, WrapFSDP1) for planned in plan.steps):
+        what = "FSDP1 gathers weights as views of one tensor, which a forward cannot write: it would be lost as well."
+        yield found("run.written-in-forward", "model", what, FSDP1_INSTEAD)
     if not foreign and isinstance(error, RuntimeError) and DTYPES.search(str(error)):
         yield from _apart(model, plan)
 
