@@ -117,8 +117,8 @@ def explain_backward(error: BaseException) -> None:
     if isinstance(error, RuntimeError) and MIXED in str(error):
         what = "The loss adds up terms of weights that are whole, and of others that are shards, as a penalty does."
         fix = (
-            "Make each term whole before it is added: `term.full_tensor() if isinstance(term, DTensor) else term`, with "
-            "term = p.pow(2).sum()."
+            "Make each term whole before it is added: `term.full_tensor() if isinstance(term, DTensor) else term`, "
+            "with term = p.pow(2).sum()."
         )
         finding = found("forward.used-elsewhere", "loss", what, fix)
         error.add_note(f"{finding.rule} at {finding.where}: {finding.what} {finding.fix}")
