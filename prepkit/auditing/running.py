@@ -184,7 +184,9 @@ class RunningLook:
         """With what ranks differ in: one all-reduce."""
         sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
         own = options(self.optimizers)
-        sent[OPTIONS] = Part(values=torch.tensor([short_digest(own)]), numel=1, replica=world().rank)
+        sent[OPTIONS] = Part(
+            values=torch.tensor([short_digest(own)], dtype=torch.float32, device="cpu"), numel=1, replica=world().rank
+        )
         found = summed(sent, (begun - self._ended, self.last_seconds))
         between, spent = found.told
         self.rotation.account(chosen, between, spent, self.share or 1.0)
@@ -196,7 +198,7 @@ class RunningLook:
 
 
 def _nothing() -> Part:
-    return Part(values=torch.empty(0), numel=0, replica=world().rank)
+    return Part(values=torch.empty(0, dtype=torch.float32, device="cpu"), numel=0, replica=world().rank)
 
 
 def _param(name: str, param: Any) -> RunningParam:

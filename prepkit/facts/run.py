@@ -244,6 +244,10 @@ class LoopFacts:
     loss_finite: bool = True
     own_loss_finite: bool = True
     """Whether the last loss is a number on this rank; ``loss_finite``: on every rank."""
+    written: tuple[str, ...] = ()
+    """Parameters that a forward has written while they were gathered, so that what was written is lost."""
+    gathers: str = ""
+    """What has gathered them: ``FSDP1`` or ``FSDP2``."""
     loaders: int = 0
     """Loaders that were prepared."""
     read: bool = True

@@ -132,7 +132,7 @@ def _reduced(parts: list[Tensor], how: How) -> list[Tensor]:
 def _device(leaves: list[Any]) -> torch.device:
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     on_accelerator = (leaf for leaf in tensors if leaf.device.type != "cpu")
-    return world().wire(next(on_accelerator, tensors[0] if tensors else torch.zeros(())).device)
+    return world().wire(next(on_accelerator, tensors[0] if tensors else torch.zeros((), device="cpu")).device)
 
 
 def _refuse_difference(description: str, leaves: list[Any]) -> None:

@@ -5,6 +5,7 @@ Reads torch's ``FlatParameter``, whose attributes are documented there (torch ``
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import Module, Parameter
 
 from prepkit.objects import names
+from prepkit.objects.local_part import differs
 
 
 @frozen(kw_only=True)
@@ -112,6 +114,20 @@ def _starts(flat: Any) -> list[int]:
             starts.append(end)
         end += size
     return starts
+
+
+def rewritten(path: str, handle: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name of each parameter of a gathered unit, and whether this rank's part was written since, which is lost then."""
+    flat = handle.flat_param
+    if not handle.uses_sharded_strategy or flat.numel() != flat._unpadded_unsharded_size.numel():
+        return
+    shards = _flat_shards(path, handle)
+    for (name, shard), info in zip(shards.items(), flat._param_infos, strict=True):
+        whole = getattr(info.module, info.param_name, None)
+        if isinstance(whole, torch.Tensor) and whole.shape == shard.shape and shard.last > shard.first:
+            begin = 0 if shard.first else shard.start % shard.shard
+            kept = flat._local_shard.detach().view(-1)[begin : begin + shard.last - shard.first]
+            yield name, differs(shard.part(whole.detach()), kept)
 
 
 def absent_keys(model: Module) -> dict[int, tuple[tuple[str, str], ...]]:

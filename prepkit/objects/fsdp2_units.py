@@ -6,8 +6,10 @@ version of torch does not have says nothing. Reads attributes only, and imports 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import torch
 
 from prepkit.facts import UnitFact
 from prepkit.objects.names import Site, known_bases
@@ -73,3 +75,27 @@ def _reshards(state: Any, group: Any, path: str) -> bool | int:
 
 def _name(dtype: object) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def rewritten(group: Any) -> Iterator[tuple[Any, Any]]:
+    """Each sharded parameter of a group, and whether this rank's part of it is lost: it was written while gathered.
+
+    What is gathered is freed, and gathered anew from the shard, as what ``.data =`` puts in a shard's place is as well.
+    """
+    from prepkit.objects.local_part import differs, local  # late, as torch.distributed is
+
+    for one in group.fsdp_params:
+        shard = one._sharded_local_tensor
+        if hasattr(shard, "fsdp_pre_all_gather"):
+            continue  # what is gathered is another thing
+        if one.sharded_state.name == "SHARDED":
+            moved = shard.untyped_storage().data_ptr() != one._sharded_param_data.untyped_storage().data_ptr()
+            yield one.sharded_param, shard.new_tensor(moved, dtype=torch.bool)
+        elif one.sharded_state.name == "UNSHARDED":
+            mesh = one.mesh_info
+            parts = (
+                local(one._unsharded_param).detach().chunk(getattr(mesh, "shard_mesh_size", 1), one.fsdp_placement.dim)
+            )
+            rank = getattr(mesh, "shard_mesh_rank", 0)
+            if rank < len(parts) and parts[rank].shape == shard.shape:
+                yield one.sharded_param, differs(parts[rank], shard)

@@ -16,3 +16,9 @@ def local(tensor: Tensor) -> Tensor:
             return tensor.to_local()
     part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3: the parameter itself is empty until gathered
     return part
+
+
+def differs(now: Tensor, before: Tensor) -> Tensor:
+    """Whether elements differ, on the device, so that nobody waits for it; NaN is NaN still."""
+    before = before.detach().to(now.device, now.dtype)
+    return ((now != before) & ~(now.isnan() & before.isnan())).any()

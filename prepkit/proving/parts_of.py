@@ -63,5 +63,5 @@ def _put(whole: Tensor, part: Tensor, held: HeldPart) -> None:
         return
     index = torch.zeros((), dtype=torch.int64)
     for size, offset, stride in held.dims:
-        index = index.unsqueeze(-1) + (torch.arange(size) + offset) * stride
+        index = index.unsqueeze(-1) + (torch.arange(size, device="cpu") + offset) * stride
     whole[index.reshape(-1)[held.start : held.start + part.numel()]] = part

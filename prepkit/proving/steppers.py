@@ -59,7 +59,7 @@ def earlier(state: Mapping[str, Any], whole: int, part: slice) -> Iterator[tuple
     Numbers, and what is as large as the parameter; None for anything else.
     """
     for key, value in state.items() if not is_fresh(state) else ():
-        row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value])
+        row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value], device="cpu")
         if not isinstance(value, Tensor) or value.dim() == 0:
             yield f"number.{key}", row
         else:

@@ -33,7 +33,7 @@ def end_unless_used(own: Module, hear: Callable[[tuple[Finding, ...]], None], *,
     """
     users = _users(own)
     of_others = [one for one in users if not _wraps(one, own)]
-    most = world().worst(torch.tensor([others, len(users)])).tolist()
+    most = world().worst(torch.tensor([others, len(users)], device="cpu")).tolist()
     if any(most):
         if world().is_first and not most[0]:
             hear((_in_use(of_others or users, own=not of_others),))

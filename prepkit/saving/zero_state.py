@@ -189,7 +189,10 @@ def _elsewhere(engine: Any, contents: Contents, stored: Mapping[str, tuple[int, 
     stepped = [first[id(param)] for group in zero_masters.groups(engine) for param in group if id(param) in first]
     prefixes = tuple(f"{STATE}{name}." for name in stepped)
     missing = [name for name in stored if name.startswith(prefixes) and name not in contents.tensors]
-    return {name: FlatRange(torch.zeros(0), 0, tuple(stored[name] or ())) for name in missing}
+    return {
+        name: FlatRange(torch.zeros(0, dtype=torch.float32, device="cpu"), 0, tuple(stored[name] or ()))
+        for name in missing
+    }
 
 
 def _set_scalars(entries: dict[str, Any], runs: Mapping[str, Master], flat: Tensor, contents: Contents) -> None:

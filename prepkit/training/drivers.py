@@ -161,7 +161,7 @@ def _in_float32(params: list[Parameter], power: float, device: torch.device) -> 
     """The norm of these, as torch computes it; 0 without gradients."""
     grads = [param.grad.detach().float() for param in params if param.grad is not None and param.grad.numel()]
     if not grads:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     return get_total_norm(grads, power).to(device)
 
 
@@ -249,7 +249,7 @@ def _norm_of(groups: Sequence[Sequence[Parameter]], power: float) -> torch.Tenso
     grads = ([param.grad for param in group if param.grad is not None] for group in groups)
     norms = [_whole(get_total_norm(group, power)) for group in grads]
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     if len(norms) == 1:
         return norms[0]
     joint: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), power)

@@ -25,12 +25,19 @@ from prepkit.findings.text import at, some
 from prepkit.objects import names
 from prepkit.plan import Plan
 from prepkit.rules.forward import elsewhere
+from prepkit.rules.run.drift import FSDP1_INSTEAD
 from prepkit.steps import CompileModules, InitializeDeepSpeed, ShardUnits, WrapFSDP1
 
 LIBRARIES = ("torch.", "deepspeed.", "prepkit.")
 """How the names of modules begin whose lines name no parameter of the model."""
 DTYPES = re.compile(r"\b(dtype|scalar type)\b.*\b(BFloat16|Half)\b", re.DOTALL)
 """What torch says of numbers in 16 bits that meet others."""
+
+WRITTEN = re.compile(r"view.* modified inplace", re.DOTALL)
+"""What torch says of weights that are written where they are views."""
+
+MIXED = "got mixed torch.Tensor and DTensor"
+"""What torch says of a shard that meets a whole tensor."""
 
 
 def explain(model: Module, plan: Plan) -> Iterator[RemovableHandle]:
@@ -90,8 +97,31 @@ def findings(error: BaseException, model: Module, plan: Plan) -> Iterator[Findin
     for hit in elsewhere(tuple(_foreign(frames, model, plan, running))):
         foreign = True
         yield found("forward.used-elsewhere", hit.where, hit.what, hit.fix)
+    if WRITTEN.search(str(error)) and any(isinstance(planned.step, WrapFSDP1) for planned in plan.steps):
+        what = "FSDP1 gathers weights as views of one tensor, which a forward cannot write: it would be lost as well."
+        yield found("run.written-in-forward", "model", what, FSDP1_INSTEAD)
+    if not foreign and MIXED in str(error):
+        what = (
+            "A shard has met a whole tensor: it comes in from outside, or is made of a parameter that is in parts, as "
+        )
+        what += "next(model.parameters()).new_zeros(...) makes it outside of the forward."
+        yield found(
+            "forward.used-elsewhere", "model", what, "Make it of an input: x.new_zeros(...), or torch.zeros(...)."
+        )
     if not foreign and isinstance(error, RuntimeError) and DTYPES.search(str(error)):
         yield from _apart(model, plan)
+
+
+def explain_backward(error: BaseException) -> None:
+    """Add a note to what has failed in a backward: shards of weights, as of a penalty, were added to whole tensors."""
+    if isinstance(error, RuntimeError) and MIXED in str(error):
+        what = "The loss adds up terms of weights that are whole, and of others that are shards, as a penalty does."
+        fix = (
+            "Make each term whole before it is added: `term.full_tensor() if isinstance(term, DTensor) else term`, "
+            "with term = p.pow(2).sum()."
+        )
+        finding = found("forward.used-elsewhere", "loss", what, fix)
+        error.add_note(f"{finding.rule} at {finding.where}: {finding.what} {finding.fix}")
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, evolve, field
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,8 @@ from prepkit.facts.run import LoopFacts, RunFacts
 from prepkit.facts.window import GradientFacts
 from prepkit.findings import Finding
 from prepkit.loading.passes import STREAMS, Passes
+from prepkit.objects import fsdp1_flat
+from prepkit.objects.fsdp2_units import rewritten
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.observe.prepared.gradients import Watched, reducer
@@ -69,6 +72,10 @@ class Looks:
     """Notes gradients where the engine takes them away as they come."""
     _entered: bool = field(default=False, init=False)
     """Whether there was a forward."""
+    _units: list[RemovableHandle] = field(factory=list, init=False)
+    """Hooks that look at what units have gathered, in the first windows."""
+    _written: dict[str, torch.Tensor] = field(factory=dict, init=False)
+    """Name of what was gathered, and whether a forward of this window has written it."""
     _done: bool = field(default=False, init=False)
     """Whether the first step was looked at, and nothing refused it."""
     _alone: int = field(default=0, init=False)
@@ -116,9 +123,35 @@ class Looks:
             if first and all(group.is_sharded for unit in units for group in groups(unit)):
                 self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
-        # a user's torch.compile(ready.model) takes hooks in: what looks at Python objects is nothing to trace
-        untraced = torch.compiler.disable(ask)  # type: ignore[no-untyped-call]  # torch has no types
-        yield model.register_forward_pre_hook(untraced, prepend=True)
+        yield model.register_forward_pre_hook(_untraced(ask), prepend=True)
+
+    def around_units(self, model: Module) -> Iterator[RemovableHandle]:
+        """Note in the first two windows what a forward writes into gathered weights: a copy may be like its model once.
+
+        Not where the whole model or a unit is compiled: its hooks would be.
+        """
+        known = self.look.known()
+        of_fsdp1 = {id(unit): path for path, unit in fsdp1_flat.units(model).items()}
+
+        def look(unit: Module) -> None:
+            if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+                for name, written in _rewritten(model, unit, known, of_fsdp1):
+                    self._written[name] = written | self._written.get(name, written)
+
+        for unit in () if compiled_whole(self.plan) else model.modules():
+            if isinstance(unit, FSDPModule | FullyShardedDataParallel):
+                inner = unit.module if isinstance(unit, FullyShardedDataParallel) else unit
+                if inner._compiled_call_impl is None:
+                    self._units.append(inner.register_forward_hook(_untraced(partial(_call, look, unit)), prepend=True))
+        yield from self._units
+
+    def _lost(self) -> tuple[str, ...]:
+        """What was written, on this rank; nothing more is noted after the second window. Waits for the device."""
+        found = tuple(name for name, written in self._written.items() if written)
+        self._written.clear()
+        while self._together > 1 and self._units:
+            self._units.pop().remove()
+        return found
 
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
@@ -255,12 +288,36 @@ class Looks:
             own_loss_finite=fine,
             own_order=passes.began,
             own_streams=passes.streams,
+            written=self._lost(),
+            gathers="FSDP2" if isinstance(self.look.model, FSDPModule) else "FSDP1",
             loaders=len(passes.loaders),
             read=passes.read,
             apart=passes.apart if self.beside() < 2 else 0,
             divides="given" if given else "nobody" if nobody else "",
             readers=self.plan.world_size if given else self.plan.data_parallel_size,
         )
+
+
+def _untraced(hook: Any) -> Any:
+    """A user's torch.compile(ready.model) takes hooks in: what looks at Python objects is nothing to trace."""
+    return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch has no types
+
+
+def _call(look: Callable[[Module], None], unit: Module, *_: Any) -> None:
+    look(unit)
+
+
+def _rewritten(
+    model: Module, unit: Module, known: Mapping[int, str], paths: Mapping[int, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names of what a unit has gathered, of the outermost one what any has, and whether it was written since."""
+    if isinstance(unit, FullyShardedDataParallel):
+        if unit._handle is not None:
+            yield from fsdp1_flat.rewritten(paths[id(unit)], unit._handle)
+        return
+    for one in model.modules() if unit is model else (unit,):
+        for group in groups(one) if isinstance(one, FSDPModule) else ():
+            yield from ((known.get(id(param), ""), written) for param, written in rewritten(group))
 
 
 def _is_whole(value: Any) -> bool:

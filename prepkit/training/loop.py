@@ -32,6 +32,7 @@ from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.ranks.world import world
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
+from prepkit.training.failed_forward import explain_backward
 from prepkit.training.marks import Marks
 from prepkit.training.token_loss import Count, TokenWindow
 from prepkit.training.watching import Removable, averages_nothing, watched
@@ -240,8 +241,9 @@ class Loop:
             if self.scaler is not None:
                 loss = self.scaler.scale(loss)
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]  # torch has no types
-        except BaseException:
+        except BaseException as error:
             self.happens(events.BackwardFailed())
+            explain_backward(error)
             raise
         self._marks.after_backward()
 

@@ -45,7 +45,7 @@ class _Signals:
         if self.group is None:
             return self.told
         before = self.heard()
-        self.answer = torch.tensor(int(self.told))
+        self.answer = torch.tensor(int(self.told), device="cpu")
         self.asked = ranks_of(self.group).ask_worst(self.answer)
         return before
 

@@ -146,6 +146,7 @@ class Prepared:
         )
         guard_save(self.model)
         self._around += (*explain(self.model, plan), *self._looks.before_forward(self.model))
+        self._around += self._looks.around_units(self.model)
         self.checkpoints = saving.of(self.model, self._court, _parting(self), self._peers)
         if engine.step is not None and self.optimizer is not None:
             self._looks.watch(self.model)

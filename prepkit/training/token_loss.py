@@ -104,7 +104,7 @@ def without_effect(plan: Plan, model: Any) -> str:
 def _scalar(mean_over: Count, device: torch.device) -> Tensor:
     if isinstance(mean_over, Tensor):
         return mean_over.detach().reshape(()).to(device, torch.float32, non_blocking=True, copy=True)
-    return torch.tensor(float(mean_over), device=device)
+    return torch.tensor(float(mean_over), dtype=torch.float32, device=device)
 
 
 def _power_of_two(mean: Tensor) -> Tensor:

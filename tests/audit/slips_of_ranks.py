@@ -171,6 +171,40 @@ def weights_loaded(*, sharded: bool) -> Callable[[int], Seen]:
     return loaded
 
 
+class Copies(nn.Module):
+    """A part that trains, and a copy that moves to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.q, self.k = False, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def move(self) -> None:
+        for new, old in zip(self.q.parameters(), self.k.parameters(), strict=True):
+            old.data.lerp_(new.data, 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside:
+            self.move()
+        out: torch.Tensor = self.q(x) + self.k(x)
+        return out
+
+
+def written(*, inside: bool) -> Callable[[int], Seen]:
+    """Moves the copy inside of the forward, for which FSDP2 has gathered it, or behind the backward."""
+
+    def moved(rank: int) -> Seen:
+        del rank
+        torch.manual_seed(0)
+        model = Copies()
+        model.inside = inside
+        fully_shard(model)(torch.ones(1, 4)).sum().backward()
+        if not inside:
+            model.move()
+        return float(sum(whole(param).double().sum() for param in model.k.parameters()))
+
+    return moved
+
+
 def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -180,6 +214,7 @@ SLIPS_OF_RANKS: tuple[SlipOfRanks, ...] = (
         SlipOfRanks(rule, "gradients are lost", forward_between(slip=True), forward_between(slip=False))
         for rule in ("loop.forward-loses-gradients", "loop.evaluated-before-step")
     ),
+    SlipOfRanks("run.written-in-forward", "what was written is lost", written(inside=True), written(inside=False)),
     SlipOfRanks("run.ranks-modes", "one rank drops nothing", modes(alike=False), modes(alike=True)),
     SlipOfRanks("run.ranks-schedulers", "the ranks' weights part", ticks(alike=False), ticks(alike=True)),
     SlipOfRanks("run.dropout-unlike", "halves of other layers are added", drops(alike=False), drops(alike=True)),

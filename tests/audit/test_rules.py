@@ -221,6 +221,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.overwritten": evolve(FINE, overwritten=True),
     "run.unfrozen": switched(served=False),
     "run.frozen": switched(stuck=True),
+    "run.written-in-forward": evolve(FINE, loop=LoopFacts(window=1, written=NAMES[:1], gathers="FSDP2")),
     "run.drift-trained": later(params=(evolve(RUNNING.params[0], requires_grad=False), *RUNNING.params[1:])),
     "run.tie-broken": later(ties=()),
     "run.drift-hooks": later(hooks=()),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -35,12 +36,34 @@ def wrap_ready(step: WrapDDP, target: Target) -> problems.Problems:
     inside = (path for path, module in modules.items() if isinstance(module, DistributedDataParallel))
     fix = "Give the module inside it."
     idle = () if any(param.requires_grad for param in params.values()) else ("model",)
+    sent = dict(target.model.named_buffers()) if step.broadcast_buffers else {}
+    shared = (name for name, buffer in sent.items() if _overlaps(buffer))
     return (
+        *problems.told("ddp.overlapping-buffers", shared, "elements share memory, and DDP writes what rank 0 sends"),
         *problems.told("model.already-wrapped", inside, "in DistributedDataParallel already", fix),
         *problems.sharded(params, "DDP needs whole parameters"),
         *problems.told("model.nothing-trainable", idle, "no parameter requires a gradient, and DDP averages nothing"),
         *(() if step.device is None else launcher.device_problems(step.device.type)),
     )
+
+
+def _overlaps(buffer: torch.Tensor) -> bool:
+    """Whether elements share memory, as those of ``expand``: torch writes into no such tensor."""
+    return any(not stride and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+
+
+def _lay_as_usual(model: nn.Module) -> None:
+    """Write the strides of dimensions of one element as torch does by itself: the elements stay where they are.
+
+    Where it is sent alone such a buffer is copied onto itself, which torch refuses if these strides differ.
+    """
+    for buffer in model.buffers():
+        if buffer.layout == torch.strided and buffer.is_contiguous() and buffer.stride() != _usual(buffer):
+            buffer.data = buffer.data.as_strided(buffer.shape, _usual(buffer))
+
+
+def _usual(buffer: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(buffer.shape, device="meta").stride()
 
 
 def can_send_nothing() -> bool:
@@ -57,6 +80,7 @@ def wrap_do(step: WrapDDP, target: Target, *, init_sync: bool = True) -> Wrapped
     sync: dict[str, Any] = {} if init_sync else {"init_sync": False}  # torch 2.6 does not know it
     index = None if device is None or device.type == "cpu" else device.index
     left = _left()
+    _lay_as_usual(inner)
     target.together()
     try:
         # Looked up now: MS-AMP puts a class of its own there, without which nobody reduces float8 gradients.

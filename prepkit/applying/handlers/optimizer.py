@@ -57,7 +57,9 @@ def release_do(step: ReleaseOptimizer, target: Target) -> None:
                 if tensor in optimizer.state:
                     target.released[name] = optimizer.state[tensor]
                     del optimizer.state[tensor]
-                optimizer.param_groups[group]["params"][place] = Parameter(torch.empty(0), requires_grad=False)
+                optimizer.param_groups[group]["params"][place] = Parameter(
+                    torch.empty(0, device="cpu"), requires_grad=False
+                )
     except BaseException:
         release_undo(step, target, None)
         raise

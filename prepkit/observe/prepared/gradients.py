@@ -30,6 +30,8 @@ from prepkit.ranks.world import ranks_of, world
 TOLERANCE = 1e-2
 """Relative difference between gradients of replicas that sums in another order may make."""
 
+HOST: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""Where numbers are told, whatever the defaults of the process are."""
 NUMBERS = 7
 """Of each gradient: missing, there, not finite, misplaced, its largest absolute value, its ``tilt``, and whether this
 rank steps the parameter."""
@@ -89,7 +91,7 @@ def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool, value
     if grad is None:
         return Gradient(name=name, missing=here and local(param).numel() > 0, largest=None, optimizer=optimizer)
     if not values:
-        there = torch.zeros(()) if here and local(param).numel() else None
+        there = torch.zeros((), **HOST) if here and local(param).numel() else None
         return Gradient(name=name, missing=False, largest=there, optimizer=optimizer)
     part = _values(local(grad).detach())
     placed = grad.placements == param.placements if isinstance(grad, DTensor) and isinstance(param, DTensor) else True
@@ -114,18 +116,18 @@ def _values(gradient: Tensor) -> Tensor:
 
 def rows(looked: Sequence[Gradient]) -> Tensor:
     """What a rank tells of its gradients: ``NUMBERS`` rows of float32 on the host. Each device is waited for once."""
-    found = torch.zeros(NUMBERS, len(looked))
+    found = torch.zeros(NUMBERS, len(looked), **HOST)
     seen = [at for at, one in enumerate(looked) if one.largest is not None]
     pairs = [(one.largest, one.tilt) for one in looked if one.largest is not None]
     if seen:
         none = torch.zeros_like(pairs[0][0])
         flat = [none if value is None else value for pair in pairs for value in pair]
-        largest, tilt = torch.stack(flat).cpu().view(-1, 2).unbind(1)
+        largest, tilt = torch.stack(flat).float().cpu().view(-1, 2).unbind(1)
         found[1, seen], found[2, seen] = 1.0, (~torch.isfinite(largest)).float()
         found[4, seen], found[5, seen] = largest.nan_to_num(0, 0, 0), tilt.nan_to_num(0, 0, 0)
-    found[0] = torch.tensor([float(one.missing) for one in looked])
-    found[3] = torch.tensor([float(one.misplaced) for one in looked])
-    found[6] = torch.tensor([float(one.optimizer is not None) for one in looked])
+    found[0] = torch.tensor([float(one.missing) for one in looked], **HOST)
+    found[3] = torch.tensor([float(one.misplaced) for one in looked], **HOST)
+    found[6] = torch.tensor([float(one.optimizer is not None) for one in looked], **HOST)
     return found
 
 
@@ -143,7 +145,7 @@ def judged_alike(
     those that step it alone.
     """
     absent = [0.0] * NUMBERS
-    table = torch.tensor([[own.get(one.name, absent) for one in looked] for own in everyone])
+    table = torch.tensor([[own.get(one.name, absent) for one in looked] for own in everyone], **HOST)
     table = table.reshape(len(everyone), len(looked), NUMBERS).transpose(1, 2)
     steps = table[:, 6]
     divided = steps.amin(0) < steps.amax(0)
@@ -330,7 +332,7 @@ class Watched:
 
     def gradients(self, *, values: bool) -> Iterator[Gradient]:
         """What the hooks saw in this window; of every one but the first only whether there is a gradient."""
-        there = torch.zeros(())
+        there = torch.zeros((), **HOST)
         for name, param in self._trained():
             known, missing = hasattr(param, "register_hook"), self._misses(name)
             largest = self.seen.get(name) if values else there if known and not missing else None
@@ -385,6 +387,6 @@ class Watched:
                 before = self.seen.get(name)
                 self.seen[name] = largest if before is None else torch.maximum(before, largest)
             else:
-                self.seen.setdefault(name, torch.zeros((), device=grad.device))
+                self.seen.setdefault(name, torch.zeros((), dtype=torch.float32, device=grad.device))
 
         return note

@@ -75,6 +75,10 @@ class StepLook:
         self.model, self._masters = model, False
         self.settle()
 
+    def known(self) -> dict[int, str]:
+        """Names of the parameters as the model was prepared, by their identity."""
+        return {id(one.param): name for name, one in self._stood.items()}
+
     @property
     def written(self) -> bool:
         """Whether weights were written of which DeepSpeed keeps master weights. Facts are a few microseconds more."""
@@ -127,12 +131,12 @@ class StepLook:
 
     def apart(self, digest: int) -> bool:
         """Whether ranks have other ones. Collective."""
-        least, most = world().spread(torch.tensor([float(digest & 0xFFFFFF)]))
+        least, most = world().spread(torch.tensor([float(digest & 0xFFFFFF)], dtype=torch.float32, device="cpu"))
         return bool(least != most)
 
     def streams(self, own: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """The least and the greatest digest of each stream over the ranks. Collective."""
-        least, most = world().spread(torch.tensor(own))
+        least, most = world().spread(torch.tensor(own, device="cpu"))
         return tuple(zip(map(int, least), map(int, most), strict=True))
 
     def over_ranks(
@@ -157,11 +161,15 @@ class StepLook:
         weights = self._replicas()
         alone = [float(own_pass), float(loop.own_loss_finite), draws, float(loop.own_order), short_digest(held)]
         alone += [short_digest(weights), float(given & 0xFFFFFF)]  # what float32 holds
+        known = list(self._stood)
+        alone += [float(max((known.index(name) + 1 for name in loop.written if name in known), default=0))]
         alone += map(float, loop.own_streams)
         own = rows(looked)
-        least, most = world().spread(torch.cat((torch.tensor(alone, dtype=torch.float32), own.reshape(-1))))
+        least, most = world().spread(
+            torch.cat((torch.tensor(alone, dtype=torch.float32, device="cpu"), own.reshape(-1)))
+        )
         first = len(alone)
-        streams = zip(least[7:first].tolist(), most[7:first].tolist(), strict=True)
+        streams = zip(least[8:first].tolist(), most[8:first].tolist(), strict=True)
         apart = self.plan.data_parallel_size > 1 and world().carries_data
         facts = RunFacts(
             world_size=self.plan.world_size,
@@ -177,6 +185,7 @@ class StepLook:
                 orders=(int(least[3]), int(most[3])),
                 streams=tuple((int(low), int(high)) for low, high in streams),
                 loss_finite=bool(least[1]),
+                written=loop.written or tuple(known[int(most[7]) - 1 : int(most[7])]),  # or on another rank alone
             ),
         )
         if Need.GRADIENTS not in needs:

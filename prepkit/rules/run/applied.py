@@ -150,6 +150,11 @@ ACTS: tuple[Rule, ...] = (
         overridable=True,
     ),
     _act(
+        id="ddp.overlapping-buffers",
+        summary="Each element of a buffer that DDP sends has memory of its own.",
+        fix="Register it as tensor.contiguous(), or choose DDP(broadcast_buffers=False) where ranks keep it alike.",
+    ),
+    _act(
         id="fp8.recipe-refused",
         summary="TransformerEngine takes the recipe, with its options.",
         fix="Leave out the option that it names.",

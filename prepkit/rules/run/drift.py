@@ -197,6 +197,20 @@ def _overwritten(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", what)
 
 
+def _written(facts: RunFacts) -> Iterator[Hit]:
+    loop = facts.loop
+    if loop is not None and loop.written:
+        what = (
+            f"The forward has written parameters, and that is lost: {some(loop.written)}. "
+            f"{loop.gathers} gathers weights for a forward, frees them after it, and gathers them anew from shards."
+        )
+        yield Hit(at(loop.written[0]), what, FSDP1_INSTEAD if loop.gathers == "FSDP1" else "")
+
+
+FSDP1_INSTEAD = "Choose engine=DDP(), or FSDP2() and write them after ready.step(), through ready.unwrap()."
+"""Shards of FSDP1 are cut without regard to parameters, so that those of a copy do not lie beside their model's."""
+
+
 def _params(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         old = {param.name: (param.dtype, param.device) for param in before.params}
@@ -262,6 +276,19 @@ RULES: tuple[Rule, ...] = (
             "Load weights before build_plan, or by ready.resume(folder, only_model=True) from what ready.save(folder) "
             "has written, which fills both."
         ),
+    ),
+    Rule(
+        id="run.written-in-forward",
+        summary="A forward writes no parameter that is gathered for it, as that of MoCo or BYOL its momentum copy.",
+        check=_written,
+        at=(Moment.DUE,),
+        needs=(Need.LOOP, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix=(
+            "Write them after ready.step(), through ready.unwrap() and under torch.no_grad(), in place: "
+            "b.mul_(0.99).add_(a, alpha=0.01), and not b.data = ...; or choose engine=DDP(), whose weights stay."
+        ),
+        source=("torch FSDPParam.free_unsharded_param",),
     ),
     Rule(
         id="run.unfrozen",

@@ -121,3 +121,36 @@ def test_a_model_that_came_out_again_averages_nothing(gang2: Gang) -> None:
     (first, stays), (second, told) = gang2.run(undone_is_alone)
     assert (first, second, stays) == (True, True, "")
     assert "may hold the values of rank 0" in told
+
+
+def with_buffer(buffer: torch.Tensor) -> torch.nn.Module:
+    model = torch.nn.Linear(4, 4)
+    model.register_buffer("table", buffer)
+    return model
+
+
+def sent(rank: int, world: int, buffer: torch.Tensor) -> tuple[list[float], bool]:
+    """The buffer after two forwards, and whether it is the object that was given."""
+    del world
+    model = with_buffer(buffer.mul_(1 + rank))
+    given = model.table
+    target = Target(model=model)
+    do(wrapping(), target)
+    for _ in range(2):
+        target.model(torch.ones(1, 4)).sum().backward()
+    return model.table.reshape(-1).tolist(), model.table is given
+
+
+def test_a_buffer_with_unusual_strides_of_one_element_is_sent(gang2: Gang) -> None:
+    """As ``pe.unsqueeze(0).transpose(0, 1)`` of many a positional encoding, where no other buffer has its dtype."""
+    for found, same in gang2.run(sent, torch.arange(6.0).reshape(3, 2).unsqueeze(0).transpose(0, 1), timeout=60):
+        assert found == [0, 1, 2, 3, 4, 5]
+        assert same
+
+
+def test_a_buffer_whose_elements_share_memory_is_refused() -> None:
+    with gloo_alone():
+        target = Target(model=with_buffer(torch.ones(1).expand(4)))
+        (told,) = problems(wrapping(), target)
+        assert "ddp.overlapping-buffers" in str(told)
+        assert problems(wrapping(broadcast_buffers=False), target) == ()
