@@ -135,7 +135,9 @@ class SampledEpochs:
             DistributedSampler.__iter__ = _PLAIN  # type: ignore[method-assign]
 
     def hear(self, sampler: Any, epoch: int) -> None:
-        """A pass of the sampler has ended."""
+        """A pass of the sampler has ended, which trains nothing where gradients are off."""
+        if not torch.is_grad_enabled():
+            return
         if sampler.shuffle and self._epochs.get(sampler) == epoch:
             self.repeated[f"of {len(sampler.dataset)} samples, at epoch {epoch}"] = None
         self._epochs[sampler] = epoch
@@ -154,3 +156,39 @@ def _ended(sampler: Any, epoch: int) -> Iterator[Any]:
     for one in tuple(_LISTENING):
         one.hear(sampler, epoch)
     yield from ()
+
+
+@define(eq=False)
+class RefusedSteps:
+    """Counts steps that a ``GradScaler`` has not made, as gradients were not finite. Schedulers tick behind them."""
+
+    optimizer: Any
+    made: int = 0
+    """Steps that the optimizer has begun, which whoever listens counts."""
+    refused: int = 0
+
+    def listen(self) -> None:
+        """Begin. What torch gives is replaced once, however many listen."""
+        _COUNTING.add(self)
+        if _SCALER.step is _SCALED:
+            _SCALER.step = _scaled
+
+    def close(self) -> None:
+        """End, as ``SampledEpochs.close`` does."""
+        _COUNTING.discard(self)
+        if not _COUNTING and _SCALER.step is _scaled:
+            _SCALER.step = _SCALED
+
+
+_COUNTING: weakref.WeakSet[RefusedSteps] = weakref.WeakSet()
+_SCALER: Any = torch.amp.GradScaler
+_SCALED = _SCALER.step
+
+
+def _scaled(scaler: Any, optimizer: Any, *args: Any, **given: Any) -> Any:
+    """Steps through the scaler, and tells who listens where no step was made."""
+    listening = [(one, one.made) for one in _COUNTING if inner(optimizer) is one.optimizer]
+    returned = _SCALED(scaler, optimizer, *args, **given)
+    for one, before in listening:
+        one.refused += one.made == before
+    return returned

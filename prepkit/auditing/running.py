@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from math import isqrt
 from typing import Any
@@ -112,6 +113,9 @@ class RunningLook:
         """Findings since the last look. Collective where ranks are asked."""
         begun = time.perf_counter()
         now, self.unlike = self._seen(), ()
+        now = evolve(
+            now, hooks=tuple((Counter(now.hooks) & Counter(self.before.hooks)).elements())
+        )  # what came later may go
         held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
         chosen = self._chosen(held)
         now = self._read(now, held, chosen)
@@ -127,6 +131,12 @@ class RunningLook:
         self.last_seconds = self._ended - begun
         self.seconds += self.last_seconds
         return found
+
+    def idle(self, forwards: int) -> tuple[Finding, ...]:
+        """What so many forwards without a step mean. Asks no other rank: these may have stepped."""
+        now = evolve(self.before, course=evolve(self.before.course, unstepped=forwards))
+        asked = [rule for rule in due(Moment.DRIFT) if rule.id == "run.drift-unstepped"]
+        return findings_of(asked, evolve(self.facts, running=((self.before, now),), unlike=(), ranks=()))
 
     def _seen(self) -> RunningFacts:
         places = sites(self.model)

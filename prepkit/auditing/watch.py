@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import SampledEpochs
+from prepkit.auditing.course import RefusedSteps, SampledEpochs
 from prepkit.auditing.running import RunningLook
 from prepkit.court import report
 from prepkit.findings import Finding
@@ -18,6 +19,9 @@ from prepkit.observe.given import said
 from prepkit.observe.prepared.look import look, optimizers_of
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.rules.rule import Need
+
+IDLE = 32
+"""Forwards that train, without a step of the optimizer: fewer say nothing."""
 
 Act = Callable[[tuple[Finding, ...]], None]
 """What is done with the findings of a look, where there are any."""
@@ -39,7 +43,12 @@ class DriftWatch:
     _look: RunningLook | None = field(default=None, init=False, repr=False)
     _engine: Any = field(default=None, init=False, repr=False)
     _counted: int | None = field(default=None, init=False, repr=False)
-    _handle: Any = field(default=None, init=False, repr=False)
+    _handles: list[Any] = field(factory=list, init=False, repr=False)
+    _forwards: int = field(default=0, init=False, repr=False)
+    """That have trained since the optimizer stepped last."""
+    _most: int = field(default=0, init=False, repr=False)
+    """That came before a step so far."""
+    _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -55,13 +64,18 @@ class DriftWatch:
         self._look.steps, self._look.passes = self.steps, SampledEpochs()
         self._look.passes.listen()
         self._engine = next(iter(engines(model)), None)
-        self._handle = _stepping(known[0]).register_step_pre_hook(self._before_step)
+        stepping = _stepping(known[0])
+        self._refused = RefusedSteps(stepping, made=self.steps)
+        self._refused.listen()
+        self._handles.append(stepping.register_step_pre_hook(self._before_step))
+        self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
 
     def close(self) -> None:
         """Looks no more."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        while self._handles:
+            self._handles.pop().remove()
+        if self._refused is not None:
+            self._refused.close()
         if self._look is not None and self._look.passes is not None:
             self._look.passes.close()
 
@@ -71,17 +85,54 @@ class DriftWatch:
             return
         self._counted = None if self._engine is None else self._engine.global_steps
         self.steps += 1
+        self._most, self._forwards = max(self._most, self._forwards), 0
+        if self._refused is not None:
+            self._refused.made = self.steps
         if self.steps % self.every or self._look is None:
             return
         self.looks += 1
-        self._look.steps = self.steps
+        self._look.steps = self.steps + (0 if self._refused is None else self._refused.refused)
+        self._tell(self._look.look())
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Counts a forward that trains; one that is many more than ever came before a step tells that none comes."""
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._forwards += 1
+        if self.steps and self._look is not None and self._forwards == max(IDLE, 4 * self._most):
+            self._tell(self._look.idle(self._forwards))
+
+    def _tell(self, looked: tuple[Finding, ...]) -> None:
+        """Notes what is new, and acts on it."""
         seen = {(one.rule, one.where) for one in self.findings}
-        found = tuple(one for one in self._look.look() if (one.rule, one.where) not in seen)
+        found = tuple(one for one in looked if (one.rule, one.where) not in seen)
         self.findings += found
         if found and self.act is not None:
             self.act(found)
         elif found:
             report((evolve(one, what=f"In step {self.steps}: {one.what}") for one in found), every_rank=True)
+
+
+@define(eq=False)
+class _Listener:
+    """Hangs on a model that is watched. In a copy of the model, or where it is pickled whole, it listens for nobody."""
+
+    to: Callable[[], DriftWatch | None]
+
+    def __call__(self, model: nn.Module, _: Any) -> None:
+        if (watching := self.to()) is not None:
+            watching.before_forward(model)
+
+    def __reduce__(self) -> tuple[Callable[[], _Listener], tuple[()]]:
+        return _deaf, ()
+
+
+def _deaf() -> _Listener:
+    return _Listener(_nobody)
+
+
+def _nobody() -> None:
+    return None
 
 
 def watch(model: Any, optimizer: Any, scheduler: Any, *, every: int, share: float, act: Act | None) -> DriftWatch:

@@ -135,6 +135,8 @@ class CourseFacts:
     """Per optimizer how many steps its state has counted; None: it counts none."""
     steps: int | None = None
     """Optimizer steps since watching began; None: nobody counts them."""
+    unstepped: int = 0
+    """Forwards that have trained since the optimizer stepped last, where that is many more than ever before; else 0."""
     ticked: int | None = None
     """Ticks of the scheduler; None: there is none, or it does not say."""
     horizon: int | None = None

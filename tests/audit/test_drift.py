@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -213,6 +215,74 @@ def test_passes_of_one_order_are_found_where_nobody_sets_the_epoch() -> None:
         watch.close()
         assert {one.rule for one in watch.findings} == found
         assert DistributedSampler.__iter__ is plain
+
+
+def test_passes_of_an_evaluation_may_have_one_order() -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    held_out = DataLoader(rows(), 8, sampler=DistributedSampler(rows(), num_replicas=1, rank=0))
+    for _ in range(3):
+        with torch.no_grad():
+            for x, _ in held_out:
+                case.model(x)
+        stepped(case)
+    watch.close()
+    assert watch.findings == ()
+
+
+def test_a_hook_that_came_later_may_go() -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    stepped(case)
+    handle = case.model.head.register_forward_hook(lambda *_: None)
+    stepped(case)
+    handle.remove()
+    stepped(case, count=2)
+    watch.close()
+    assert watch.findings == ()
+
+
+def test_a_copy_of_a_watched_model_is_not_watched() -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    stepped(case)
+    for _ in range(40):
+        copy.deepcopy(case.model)(torch.randn(4, WIDTH))
+    watch.close()
+    assert watch.findings == ()
+    assert not case.model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_optimizer_that_another_has_replaced_is_told(again: bool) -> None:
+    case = tied_with_a_hook()
+    watch = pk.watch(case.model, case.optimizer, every=1)
+    stepped(case, count=2)
+    if again:
+        case = evolve(case, optimizer=adam(case.model))
+    stepped(case, count=40)
+    watch.close()
+    assert [one.rule for one in watch.findings] == (["run.drift-unstepped"] if again else [])
+
+
+@pytest.mark.parametrize("ticks", [1, 2])
+def test_ticks_behind_steps_that_a_scaler_refused_are_no_ticks_too_many(ticks: int) -> None:
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=100)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    watch = pk.watch(model, optimizer, scheduler, every=2)
+    for at in range(16):
+        loss = model(torch.randn(4, WIDTH)).square().mean()
+        scaler.scale(loss * (float("inf") if at % 4 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        for _ in range(ticks):
+            scheduler.step()
+    watch.close()
+    assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
+    assert {one.rule for one in watch.findings} == ({"run.drift-ticks"} if ticks == 2 else set())
 
 
 class Renamed(nn.Module):

@@ -77,6 +77,13 @@ def _epochs(facts: RunFacts) -> Iterator[Hit]:
                 yield Hit("loaders", f"A DistributedSampler {sampler}, has given two passes in one order.")
 
 
+def _unstepped(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in _pairs(facts):
+        if now.unstepped:
+            what = f"It has not stepped in the last {now.unstepped} forwards that train, many more than before."
+            yield Hit("optimizer", what)
+
+
 def _rule(name: str, summary: str, check: object, fix: str, severity: Severity, *source: str) -> Rule:
     return Rule(
         id=f"run.drift-{name}",
@@ -117,6 +124,13 @@ _DRIFT_COURSE: tuple[Rule, ...] = (
         "Options of an optimizer stay what they were, unless something moves them all the time.",
         _options,
         "Drop the line that writes into param_groups; nothing, where it is meant.",
+        Severity.WARNING,
+    ),
+    _rule(
+        "unstepped",
+        "While a model trains, the optimizer that is watched steps.",
+        _unstepped,
+        "Where another optimizer was made for the model, make its scheduler anew and watch that one.",
         Severity.WARNING,
     ),
     _rule(
