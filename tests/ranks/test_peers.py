@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from prepkit.steps import ShardLoader, Step, WrapDDP
 from tests.ranks.test_all_or_none import SOON_S, Heard, heard
 from tests.support.fragile_model import TOKENS, Tiny
 from tests.support.gang import Gang, GangError
+from tests.support.handled import handled_by
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not seen")
 
@@ -158,13 +160,12 @@ def loses_one(rank: int, world: int, when: str, folder: str) -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2)
     plan = pk.build_plan(cfg, Tiny(), env=Env(world_size=world), loaders=[loader])
     kind: type[Step] = {"between meetings": ShardLoader}.get(when, WrapDDP)
-    if rank == 2 and when != "training":
-        KINDS[kind] = evolve(KINDS[kind], handler=killing(kind, met=when == "inside a collective"))
     ready = pk.apply(plan) if when == "training" else None
 
     def act() -> None:
         if ready is None:
-            pk.apply(plan)
+            with handled_by(kind, killing(kind, met=when == "inside a collective")) if rank == 2 else nullcontext():
+                pk.apply(plan)
             return
         for number in range(2):
             if (rank, number) == (2, 1):
