@@ -29,9 +29,10 @@ def end_unless_used(own: Module, hear: Callable[[tuple[Finding, ...]], None], *,
     ``others`` that were prepared and are open on this rank may go on, and nothing is told: the last one ends the group.
 
     Any other wrapper could neither train on nor be freed safely under a group that has ended. The group is then left to
-    the process (``end_with_the_process``), which rank 0 tells ``hear``. ``own`` is the model whose run is closed.
+    the process (``end_with_the_process``), which rank 0 tells ``hear``. ``own`` is the model whose run is closed: an
+    FSDP1 wrapper of it does not count, which every output that a script still has keeps alive by its graph.
     """
-    users = _users(own)
+    users = [one for one in _users(own) if isinstance(one, DistributedDataParallel) or not _wraps(one, own)]
     of_others = [one for one in users if not _wraps(one, own)]
     most = world().worst(torch.tensor([others, len(users)], device="cpu")).tolist()
     if any(most):

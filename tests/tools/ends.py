@@ -61,10 +61,12 @@ def _prepkit(engine: pk.config.Engine, *, closes: bool, beside: bool = False) ->
     ready = pk.apply(pk.build_plan(cfg, model, optimizer))
     if beside:
         _train(DistributedDataParallel(_model()))
+    loss = None
     for _ in range(STEPS):
-        ready.backward(ready.model(torch.ones(4, 32)).square().mean())
+        loss = ready.model(torch.ones(4, 32)).square().mean()
+        ready.backward(loss)
         ready.step()
-    _kept.append(ready)
+    _kept.extend((ready, loss))
     if closes:
         ready.close()
 
@@ -89,6 +91,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "prepkit under DDP, left": lambda: _prepkit(pk.DDP(), closes=False),
     "prepkit under DDP, closed": lambda: _prepkit(pk.DDP(), closes=True),
     "prepkit under DDP, closed while another wrapper lives on": lambda: _prepkit(pk.DDP(), closes=True, beside=True),
+    "prepkit under FSDP1, closed": lambda: _prepkit(pk.FSDP1(wrap=pk.wrap.WrapRoot()), closes=True),
     "prepkit under FSDP2, closed": lambda: _prepkit(pk.FSDP2(wrap=pk.wrap.WrapRoot()), closes=True),
     "the face of accelerate, end_training()": _accelerate,
 }

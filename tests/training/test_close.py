@@ -140,6 +140,21 @@ def test_a_variable_that_holds_the_own_wrapper_is_told_as_that(gang2: Gang) -> N
     assert told == [[f"warning run.group-in-use at process group: {what}: a variable holds what ready.model was"], []]
 
 
+def closes_with_its_loss(rank: int, world: int) -> tuple[list[str], bool]:
+    """What is told, and whether the group runs on, where a script still has the last loss."""
+    ready = trained(FSDP1(), world)
+    loss = ready.model(TOKENS).sum()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", FindingWarning)
+        ready.close()
+    assert loss.grad_fn is not None
+    return [str(one.message) for one in heard if isinstance(one.message, FindingWarning)], dist.is_initialized()
+
+
+def test_a_loss_that_a_script_still_has_keeps_no_group(gang2: Gang) -> None:
+    assert gang2.run_fresh(closes_with_its_loss) == [([], False)] * 2
+
+
 def closes_of_two(rank: int, world: int, engine: Engine, first: int) -> tuple[list[bool], list[str]]:
     """Whether the group runs after each close of two that train beside each other, and what is told."""
     both = [trained(engine, world), trained(engine, world)]
