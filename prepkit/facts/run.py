@@ -397,6 +397,8 @@ class RunFacts:
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
     saves_shards: tuple[str, ...] = ()
     """Places in the program that would write shards, by ``save_pretrained`` or ``torch.save``."""
+    mixes_empty: tuple[str, ...] = ()
+    """Places in the program that mix weights of two modules which ZeRO-3 keeps empty."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

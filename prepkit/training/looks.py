@@ -24,7 +24,7 @@ from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.fsdp2_units import rewritten
 from prepkit.objects.local_part import local
-from prepkit.observe.prepared.around import saved_in_parts
+from prepkit.observe.prepared.around import mixes_empty, saved_in_parts
 from prepkit.observe.prepared.gradients import Watched, reducer
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
@@ -223,7 +223,9 @@ class Looks:
             reduced=watched is None and first,  # later on only whether they are there is asked
             scaled=self.plan.owners.loss_scaling != "nobody",
         )
-        facts = evolve(facts, saves_shards=saved_in_parts(self.look.model)) if first else facts
+        if first:
+            model = self.look.model
+            facts = evolve(facts, saves_shards=saved_in_parts(model), mixes_empty=mixes_empty(model))
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         self._given = 0

@@ -10,15 +10,16 @@ import sysconfig
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from prepkit.objects import names
+from prepkit.objects import names, zero3
 from prepkit.objects.bare_tree import SAVE, is_sharded
 
 AVERAGES = frozenset({"all_reduce", "all_reduce_coalesced", "average_parameters"})
+MIXES = frozenset({"mul_", "add_", "sub_", "lerp_"})
 OF_WEIGHTS = frozenset({"grad", "parameters", "named_parameters", "average_parameters"})
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[2])
@@ -42,7 +43,7 @@ def averages_weights(reduced: Container[str]) -> str:
     ``torch.distributed.algorithms.model_averaging`` counts too; what is summed of gradients does not, nor does a
     function that nobody calls. ``reduced``: lines that have run before the first step, as to begin alike.
     """
-    own = [one for one in frames_above(__file__) if not _foreign(one.f_code.co_filename)]
+    own = _own_frames()
     imported = (code.co_filename for one in own for code in _of_module(one.f_globals))
     trees = {file: _parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
     called = {_name(one) for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.Call)}
@@ -100,6 +101,11 @@ def frames_above(file: str) -> Iterator[FrameType]:
         if frame.f_code.co_filename not in (file, __file__):
             yield frame
         frame = frame.f_back
+
+
+def _own_frames() -> list[FrameType]:
+    """Frames of the caller's files, the innermost first."""
+    return [one for one in frames_above(__file__) if not _foreign(one.f_code.co_filename)]
 
 
 def line_of_program(frames: Iterable[FrameType]) -> str:
@@ -172,9 +178,49 @@ def saves_state(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
+def mixes_empty(model: nn.Module) -> tuple[str, ...]:
+    """Where the caller's files mix the parameters of two modules, as a momentum copy does, while ZeRO-3 has them empty.
+
+    In a loop over a ``zip`` of both, but inside a ``with`` that gathers them; what copies alone is how a copy begins.
+    """
+    root = names.unwrap_root(model)[-1]
+    if not any(map(zero3.is_partitioned, root.parameters())):
+        return ()
+    homes = (getattr(sys.modules.get(type(one).__module__), "__file__", None) or "<" for one in root.modules())
+    files = (*(one.f_code.co_filename for one in _own_frames()), *(home for home in homes if not _foreign(home)))
+    found: dict[str, None] = {}
+    for file in dict.fromkeys(files):
+        for loop in _ungathered(_parsed(file)):
+            if isinstance(loop, ast.For) and _zips_weights(loop.iter):
+                targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+                mixed = (one for node in loop.body for one in _ungathered(node) if _mixes(one, targets))
+                found.update((f"{Path(file).name}:{one.lineno}: {ast.unparse(one)}", None) for one in mixed)
+    return tuple(found)
+
+
+def _zips_weights(node: ast.AST) -> bool:
+    zipped = isinstance(node, ast.Call) and _name(node) == "zip"
+    return isinstance(node, ast.Call) and zipped and sum(_weights(one, "param") for one in node.args) > 1
+
+
+def _mixes(node: ast.AST, targets: Container[str]) -> TypeGuard[ast.stmt]:
+    """Return whether a statement writes what it computes into one of the targets, or into its data."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute(value=ast.Name(name), attr="data")], value=ast.BinOp()):
+            return name in targets
+        case ast.Expr(value=ast.Call() as call):
+            written = re.match(r"(\w+)\.(?!grad\b)", ast.unparse(call))
+            inside = [*ast.walk(call)]
+            calls = {one.attr for one in inside if isinstance(one, ast.Attribute)}
+            computed = "copy_" in calls and any(isinstance(one, ast.BinOp) for one in inside)
+            return written is not None and written[1] in targets and (computed or bool(MIXES & calls))
+        case _:
+            return False
+
+
 def _program(root: nn.Module) -> tuple[tuple[str, ...], set[str]]:
     """Return the caller's files, and names there that stand for something else than the model."""
-    frames = [one for one in frames_above(__file__) if not _foreign(one.f_code.co_filename)]
+    frames = _own_frames()
     known = {name: value for one in frames for name, value in (*one.f_globals.items(), *one.f_locals.items())}
     others = {name for name, value in known.items() if not isinstance(value, nn.Module) or not _is(value, root)}
     return tuple(dict.fromkeys(one.f_code.co_filename for one in frames)), others
@@ -201,13 +247,19 @@ def _is(value: nn.Module, root: nn.Module) -> bool:
 
 def _calls_of(method: str, file: str) -> Iterator[ast.Call]:
     """Yield calls of a method in a file, but inside a ``with`` that gathers parameters."""
-    waiting = [_parsed(file)]
+    for node in _ungathered(_parsed(file)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
+            yield node
+
+
+def _ungathered(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node of a tree, but those inside a ``with`` that gathers parameters."""
+    waiting = [tree]
     while waiting:
         node = waiting.pop(0)
         if isinstance(node, ast.With) and any(_GATHERS.search(ast.unparse(one.context_expr)) for one in node.items):
             continue
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
-            yield node
+        yield node
         waiting += ast.iter_child_nodes(node)
 
 

@@ -55,6 +55,12 @@ def _saves_shards(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("torch.save", what, "Write ready.export(folder) on every rank, or ready.save(folder) to go on from.")
 
 
+def _mixes_empty(facts: RunFacts) -> Iterator[Hit]:
+    if facts.mixes_empty:
+        what = f"{'; '.join(facts.mixes_empty)} meets empty tensors: ZeRO 3 holds a parameter whole in its own forward."
+        yield Hit("model", what)
+
+
 def _whole_state(facts: RunFacts) -> Iterator[Hit]:
     if facts.whole_state:
         what = f"This state of {count(facts.whole_state, 'parameter')} is of an optimizer that was not sharded."
@@ -114,6 +120,19 @@ _BESIDE: tuple[Rule, ...] = (
         ),
         severity=Severity.WARNING,
         source=("transformers PreTrainedModel.save_pretrained",),
+    ),
+    Rule(
+        id="run.mixes-empty",
+        summary="A loop that averages weights into a copy, as of MoCo or BYOL, meets them under ZeRO 3.",
+        check=_mixes_empty,
+        at=(Moment.FIRST_STEP,),
+        cost="reads the files of the program once",
+        fix=(
+            "Put the loop into `with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=0):`, "
+            "behind ready.step(), or choose stage=2, whose weights stay."
+        ),
+        severity=Severity.WARNING,
+        source=("deepspeed partition_parameters.GatheredParameters",),
     ),
     Rule(
         id="run.whole-state",
