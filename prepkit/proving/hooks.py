@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,11 @@ def held_parts(
             trained=name in trained,
             group=groups.get(name),
         )
+
+
+def ends_of(calls: Iterable[Called]) -> set[int]:
+    """Identities of the nodes at which outputs of these calls begin."""
+    return {id(end) for call in calls for end in call.ends}
 
 
 Size = tuple[int, float, float]
@@ -108,9 +113,12 @@ def evaluating(root: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, module in names.named_modules(root).items() if not module.training)
 
 
-def _used(root: nn.Module | None, loss: Tensor, ends: set[int]) -> Iterator[str]:
-    """Yield parameters that a loss uses itself, beside the outputs that begin at ``ends``."""
-    known = {id(param): name for name, param in parameters(root)}
+def _used(root: nn.Module | None, loss: Tensor, ends: set[int], returned: Collection[int] = ()) -> Iterator[str]:
+    """Yield parameters that a loss uses itself, beside the outputs that begin at ``ends``.
+
+    ``returned``: identities of those that are outputs.
+    """
+    known = {id(param): name for name, param in parameters(root) if id(param) not in returned}
     yield from (known[id(leaf)] for leaf in used_outside(loss, ends) if id(leaf) in known)
 
 
@@ -216,10 +224,14 @@ class Around:
         self.own |= dict.fromkeys(changed)
         self._began |= {name: one for name, one in sizes(root).items() if name in changed}
 
-    def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
-        """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
+    def backward(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called], *, first: bool) -> None:
+        """Before a backward; ``calls``: those of the model, at whose outputs it ends."""
         self._left = with_gradients(root) if first and not self.beside else self._left
-        self.outside |= dict.fromkeys(_used(root, loss, ends))
+        self._goes_over(root, loss, calls)
+
+    def _goes_over(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> None:
+        ends, leaves = ends_of(calls), {id(leaf) for call in calls for leaf in call.leaves.values()}
+        self.outside |= dict.fromkeys(_used(root, loss, ends, leaves))
         self._counts(loss, ends)
 
     def _counts(self, loss: Tensor, ends: set[int]) -> None:
@@ -236,11 +248,9 @@ class Around:
 
     def again(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> bool:
         """Before a backward over no new call: whether it goes over outputs of earlier ones, whose gradients add up."""
-        ends = {id(end) for call in calls for end in call.ends}
-        if not made_of(loss, ends):
+        if not made_of(loss, ends_of(calls)):
             return False
-        self.outside |= dict.fromkeys(_used(root, loss, ends))
-        self._counts(loss, ends)
+        self._goes_over(root, loss, calls)
         return True
 
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
@@ -295,7 +305,7 @@ class Around:
             )
         self.asked = wanted
 
-    def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
+    def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor | None], None]:
         """A hook that keeps the gradient of an output; one that arrives again adds up."""
 
         def hook(grad: Tensor | None) -> None:

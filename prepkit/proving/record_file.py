@@ -72,6 +72,8 @@ class RecordedCall:
     """Modules that were in evaluation."""
     frozen: tuple[str, ...] = ()
     """Parameters of those that the window trains which were frozen in it."""
+    apart: bool = False
+    """Whether one node has made all outputs, as DDP hands them on, so that none of them is computed from another."""
 
 
 @frozen(kw_only=True)

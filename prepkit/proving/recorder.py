@@ -26,9 +26,10 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare
-from prepkit.proving.called import Called, micro_of, place_in
+from prepkit.proving.called import Called, leaves_listened, micro_of, place_in
 from prepkit.proving.hooks import (
     asked_for,
+    ends_of,
     evaluating,
     held_parts,
     is_aside,
@@ -346,14 +347,16 @@ class Recorder(Turns):
         several = tensors if isinstance(tensors, tuple | list) else (tensors,)
         tensor, open_calls = several[0], [call for call in self._calls if call.micro < 0]
         asked, still = bool(self.around.asked), self._stepping or self.done or self.around.going
-        ends = {id(end) for call in self._calls for end in call.ends}
+        ends = ends_of(self._calls)
         seed = None if still else seed_of(tensor, gradient)
         trains = not still and (seed is not None or given_gradients(several, gradient, ends))
         if trains and not open_calls and not self.around.again(self.root, tensor, self._calls) and not asked:
             self.around.past(self.root, tensor, set(), first=not self._micros)
+        listens = leaves_listened(tensor, open_calls or self._calls if trains else (), self.around.adding)
         if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
-            return self.around.goes(plain)
-        self.around.backward(self.root, tensor, ends, first=not (self._micros or asked))
+            with listens:
+                return self.around.goes(plain)
+        self.around.backward(self.root, tensor, self._calls, first=not (self._micros or asked))
         made = micro_of(tensor, seed, ends, open_calls, self.around.spent())
         if not isfinite(made.loss):
             said = f"the loss of micro-batch {len(self._micros)} is {made.loss} on rank {world().rank}"
@@ -364,7 +367,8 @@ class Recorder(Turns):
         self._micros.append(evolve(made, like=place_in(self._likes, like)))
         self._lines |= dict.fromkeys(line_of("backward"))
         self._tracer.backward = True
-        result = self.around.goes(plain)
+        with listens:
+            result = self.around.goes(plain)
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()

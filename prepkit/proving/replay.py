@@ -347,10 +347,11 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
                 plain = f"of shape {tuple(outputs[place].shape)}" if place < len(outputs) else "none"
                 said = f"output {place} of call {number} on rank {record.head.rank} was of shape {tuple(grad.shape)}"
                 raise CannotReplay(f"{said}, and plainly the model returns {plain}: a part of the whole, or others")
-            ends.append(outputs[place])
-            grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
+            if outputs[place].requires_grad:  # and is no input, whose gradient is that of another call
+                ends.append(outputs[place])
+                grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:
-            torch.autograd.backward(ends, from_outside(ends, grads))
+            torch.autograd.backward(ends, grads if call.apart else from_outside(ends, grads))
     for name, param in streamed.params.items():  # what an operator of the model's own has given to the stub itself
         if param.grad is not None:
             arrived(name, param.grad)
