@@ -171,6 +171,8 @@ class Around:
     unproven: str = field(default="", init=False)
     averages: str = field(default="", init=False)
     """As in ``Disturbed``."""
+    made: dict[str, Tensor] = field(factory=dict, init=False)
+    """Gradients as the last backward has left them."""
     moved: tuple[str, ...] = field(default=(), init=False)
     swung: bool = field(default=False, init=False)
     outside: dict[str, None] = field(factory=dict, init=False)
@@ -273,13 +275,35 @@ class Around:
             if began and all(name in began and same_size(began[name], now[name], 1e-6) for name in self.moved):
                 self.moved, self.swung = (), self.swung or bool(now)
 
-    def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains."""
+    def goes(self, plain: Callable[[], Any], root: nn.Module | None, most: int) -> Any:
+        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains.
+
+        ``root``: what it trains in this window; ``most``: bytes of gradients that may be kept.
+        """
         self.going += 1
         try:
-            return plain(*args, **kwargs)
+            result = plain()
         finally:
             self.going -= 1
+        if root is not None and not self.going:
+            grads = ((name, param.grad) for name, param in parameters(root))
+            held = {name: local(one) for name, one in grads if one is not None and one.layout is torch.strided}
+            fits = sum(one.nbytes for one in held.values()) <= most
+            self.made = {name: one.detach().reshape(-1).cpu().clone() for name, one in held.items() if fits}
+        return result
+
+    def written(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what backward has left of gradients that are no multiple of it where ``tensors`` of a record hold them.
+
+        Clipping and unscaling multiply; anything else was written by the program.
+        """
+        for name in names:
+            made, kept = self.made.get(name), tensors.get(f"grad/{name}")
+            if made is not None and kept is not None and made.numel() == kept.numel():
+                one, other = made.double(), kept.double()
+                by = float(one @ other) / (float(one @ one) or 1.0)
+                if float((other - by * one).norm()) > 8 * torch.finfo(kept.dtype).eps * float(other.norm()):
+                    yield name, made
 
     def scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         """A scaler multiplies a loss."""

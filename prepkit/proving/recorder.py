@@ -207,6 +207,8 @@ class Recorder(Turns):
                 self.around.told(
                     self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
                 ),
+                wrapper=self.around.wrapper or bare.wrapped_by(self.root),
+                raw=bare.is_raw(self.root),
                 unstepped=untold.unstepped,
                 detached=untold.detached,
             ),
@@ -355,7 +357,7 @@ class Recorder(Turns):
         listens = leaves_listened(tensor, open_calls or self._calls if trains else (), self.around.adding)
         if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
             with listens:
-                return self.around.goes(plain)
+                return self.around.goes(plain, None if still else self.root, self.largest)
         self.around.backward(self.root, tensor, self._calls, first=not (self._micros or asked))
         made = micro_of(tensor, seed, ends, open_calls, self.around.spent())
         if not isfinite(made.loss):
@@ -368,7 +370,7 @@ class Recorder(Turns):
         self._lines |= dict.fromkeys(line_of("backward"))
         self._tracer.backward = True
         with listens:
-            result = self.around.goes(plain)
+            result = self.around.goes(plain, self.root, self.largest)
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
@@ -439,6 +441,8 @@ class Recorder(Turns):
         self._trains |= {name for name, param in parameters(self.root) if param.requires_grad}
         self._lines |= dict.fromkeys(line_of("step"))
         self._held.take(optimizer, held, self._parts, self._keep)
+        for name, made in self.around.written(held, self._tensors):
+            self._keep(f"made/{name}", made)
 
     def _idles(self, root: nn.Module, optimizer: Any) -> None:
         """A step over nothing: the second one is all that there is to tell."""

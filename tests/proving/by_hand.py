@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from attrs import define
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from tests.proving.unusual import seeded, trained
-from tests.proving.window import DDP, WIDTH, Net, Window
+from tests.proving.window import DDP, WIDTH, Net, Window, adam, loop, loss_of, micros, net
 
 # --- what a model returns ---------------------------------------------------------------------------------------------
 
@@ -127,6 +128,139 @@ def a_weight_that_is_returned_and_tripled(rank: int, world: int) -> Window:
     return trained(model, loss=lambda model, batch: uncertain(*model(batch[0]), batch[1]))
 
 
+# --- what is written into gradients -----------------------------------------------------------------------------------
+
+
+def _noise(seed: int, model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad += 0.02 * torch.randn(param.shape, generator=generator)
+
+
+def the_same_noise_on_all_ranks(rank: int, world: int) -> Window:
+    """As of a private optimizer, whose seed all ranks have."""
+    return trained(DDP(net()), then=lambda model: _noise(7, model))
+
+
+def the_same_noise_behind_a_clipping(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        _noise(7, model)
+
+    return trained(DDP(net()), then=then)
+
+
+def the_same_noise_before_a_clipping(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        _noise(7, model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    return trained(DDP(net()), then=then)
+
+
+def signs_behind_the_backward_under_fsdp2(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.sign_()
+
+    return trained(fully_shard(net()), then=then)
+
+
+def the_same_noise_on_scaled_gradients(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def train() -> None:
+        for batch in micros(2):
+            scaler.scale(loss_of(model, batch) / 2).backward()
+        scaler.unscale_(optimizer)
+        _noise(7, model)
+        scaler.step(optimizer)
+
+    return Window(model, train)
+
+
+def other_noise_on_each_rank(rank: int, world: int) -> Window:
+    return trained(DDP(net()), then=lambda model: _noise(rank, model))
+
+
+def noise_over_gradients_that_a_hook_has_halved(rank: int, world: int) -> Window:
+    """What backward has left was wrong already."""
+    model = DDP(net())
+    model.module.blocks[0].inner.weight.register_hook(torch.sign)
+    return trained(model, then=lambda model: _noise(7, model))
+
+
+# --- who is called ----------------------------------------------------------------------------------------------------
+
+
+def _clips(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def what_is_wrapped_is_called(rank: int, world: int) -> Window:
+    model = DDP(net())
+    return Window(None, lambda: trained(model.module).train())
+
+
+def what_is_wrapped_is_called_and_clipped(rank: int, world: int) -> Window:
+    model = DDP(net())
+    return Window(None, lambda: trained(model.module, then=_clips).train())
+
+
+def never_wrapped_and_clipped(rank: int, world: int) -> Window:
+    return Window(None, trained(net(), then=_clips).train)
+
+
+def a_part_of_what_is_wrapped_is_called(rank: int, world: int) -> Window:
+    """Each rank trains the blocks alone, by a loss of their own."""
+    model = DDP(net())
+    optimizer = adam(model.module.blocks[0])
+
+    def train() -> None:
+        for x, _ in micros(2):
+            (model.module.blocks[0](x).square().mean() / 2).backward()
+        optimizer.step()
+
+    return Window(None, train)
+
+
+# --- by what it is divided --------------------------------------------------------------------------------------------
+
+
+def sums_divided_by_the_samples_of_all_ranks_under_ddp(rank: int, world: int) -> Window:
+    """And not multiplied by the ranks, over which DDP averages; ranks and micro-batches are as many."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(2):
+            (functional.cross_entropy(model(x), y, reduction="sum") / 24).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def sums_of_ragged_samples_divided_by_all_under_ddp(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for size, (x, y) in zip(((4, 2), (3, 1))[rank], micros(2), strict=True):
+            (functional.cross_entropy(model(x[:size]), y[:size], reduction="sum") / 10).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def means_divided_by_ranks_and_micro_batches(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer, by=4))
+
+
 RIGHT_BY_HAND = (
     a_weight_that_is_returned,
     a_weight_in_a_mapping,
@@ -136,8 +270,26 @@ RIGHT_BY_HAND = (
     activations_that_are_returned_through_the_sink_of_ddp,
     inputs_that_are_returned_with_their_gradients,
     two_calls_and_one_loss_of_a_weight,
+    the_same_noise_on_all_ranks,
+    the_same_noise_behind_a_clipping,
+    the_same_noise_before_a_clipping,
+    signs_behind_the_backward_under_fsdp2,
+    the_same_noise_on_scaled_gradients,
 )
 ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
     (a_weight_that_is_returned_and_tripled, "prove.ratio", "(`log_sigma`) are 3.000 x"),
+    (
+        other_noise_on_each_rank,
+        "prove.direction",
+        "the program has changed them since, other on each rank",
+    ),
+    (noise_over_gradients_that_a_hook_has_halved, "prove.direction", "(`blocks.0.inner.weight`) are no sum"),
+    (what_is_wrapped_is_called, "prove.past-wrapper", "called in its place"),
+    (what_is_wrapped_is_called_and_clipped, "prove.past-wrapper", "called in its place"),
+    (a_part_of_what_is_wrapped_is_called, "prove.past-wrapper", "called in its place"),
+    (never_wrapped_and_clipped, "prove.not-averaged", "and no wrapper holds the model"),
+    (sums_divided_by_the_samples_of_all_ranks_under_ddp, "prove.averaged-twice", "or twice by the accumulation (2)"),
+    (sums_of_ragged_samples_divided_by_all_under_ddp, "prove.averaged-twice", "divided by the samples of all ranks"),
+    (means_divided_by_ranks_and_micro_batches, "prove.accumulation", "or by the 2 ranks, whose average is taken too"),
 )
 """Each with its rule and a word of its text."""
