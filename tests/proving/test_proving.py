@@ -245,6 +245,40 @@ def test_a_script_with_accelerate_is_proven_in_one_line(
     assert (code == 0) == (not says)
 
 
+IN_TURN = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+one, other = (nn.parallel.DistributedDataParallel(nn.Linear(6, width)) for width in (3, 2))
+first = torch.optim.SGD(one.parameters(), lr=0.1)
+second = None if dist.get_rank() else torch.optim.SGD(other.parameters(), lr=0.1)
+x = torch.randn(5, 6) + dist.get_rank()
+for at in range(12):
+    with torch.no_grad():
+        other(x)
+    first.zero_grad()
+    one(x).square().mean().backward()
+    first.step()
+    if at == 5:
+        second = second or torch.optim.SGD(other.parameters(), lr=0.1)
+        second.zero_grad()
+        other(x).square().mean().backward()
+        second.step()
+"""
+
+
+def test_ranks_decide_together_for_which_model_they_wait(
+    tmp_path: Path, forked_torchrun: list[Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 makes the optimizer of the second model when it is needed, and cannot know of it before."""
+    (tmp_path / "train.py").write_text(IN_TURN)
+    monkeypatch.chdir(tmp_path)
+    assert run("audit", "--prove", "--torchrun", "2", "train.py").exit_code == 0
+    out = "".join(one.out for one in forked_torchrun)
+    assert out.count("1 micro-batches in float32, 2 gradients, 2 steps: trained as plain torch trains it") == 2, out
+
+
 def test_a_plan_is_proven_from_the_command_line(tmp_path: Path, fork_servers: ForkServers) -> None:
     plan = pk.build_plan(
         pk.Config(engine=pk.DDP(), optimizer=pk.optim.SGD(lr=0.1)), make(), env=pk.Env.declare(world_size=2)

@@ -137,6 +137,8 @@ def written(facts: ProofFacts) -> Iterator[str]:
 
     That is a rule of its own (noise, signs), of which nobody can say that it is wrong.
     """
+    if not any(one.before for one in facts.gradients):
+        return
     told, aim = {name for _, names in causes(facts) for name in names}, aim_of(facts)
     changed = [one.name for one in facts.gradients if one.name not in told and aim.as_left(one)]
     if changed:
