@@ -159,6 +159,46 @@ def _ended(sampler: Any, epoch: int) -> Iterator[Any]:
 
 
 @define(eq=False)
+class Ticks:
+    """Counts the steps between two ticks of a scheduler."""
+
+    scheduler: Any
+    by_batch: bool
+    """Whether it is made to be ticked in each step, as ``PreparedScheduler.by_batch``."""
+    since: int = 0
+    """Steps since the last tick."""
+    _most: int = 0
+    """That lay between two of them."""
+    _seen: int = 0
+    """Ticks while somebody has counted."""
+    _last: int | None = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._last = getattr(self.scheduler, "last_epoch", None)
+
+    def step(self, least: int) -> bool:
+        """Count a step that begins: whether by now so many more have gone by than ever before, and ``least``.
+
+        One tick says nothing of the next, unless each step has one. At its end a scheduler may rest, and where its
+        lambdas say that its next rate is the one it has.
+        """
+        last = getattr(self.scheduler, "last_epoch", None)
+        if last != self._last:
+            self._most, self.since = max(self._most, self.since), 0
+            self._last, self._seen = last, self._seen + 1
+        self.since += 1
+        known = self._seen > 1 or self.by_batch
+        return (
+            known and self.since == max(least, 4 * self._most) + 1 and isinstance(last, int) and not self._rests(last)
+        )
+
+    def _rests(self, last: int) -> bool:
+        end, rates = horizon(self.scheduler), getattr(self.scheduler, "lr_lambdas", ())
+        alike = [rate(last + 1) == rate(last) for rate in rates]
+        return (end is not None and last >= end) or (bool(alike) and all(alike))
+
+
+@define(eq=False)
 class RefusedSteps:
     """Counts steps that a ``GradScaler`` has not made, as gradients were not finite. Schedulers tick behind them."""
 

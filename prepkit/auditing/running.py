@@ -132,10 +132,13 @@ class RunningLook:
         self.seconds += self.last_seconds
         return found
 
-    def idle(self, forwards: int) -> tuple[Finding, ...]:
-        """What so many forwards without a step mean. Asks no other rank: these may have stepped."""
-        now = evolve(self.before, course=evolve(self.before.course, unstepped=forwards))
-        asked = [rule for rule in due(Moment.DRIFT) if rule.id == "run.drift-unstepped"]
+    def idle(self, told_by: str, **seen: int) -> tuple[Finding, ...]:
+        """What one rule says of so many forwards without a step, or steps without a tick.
+
+        Asks no other rank: these may have stepped.
+        """
+        now = evolve(self.before, course=evolve(self.before.course, **seen))
+        asked = [rule for rule in due(Moment.DRIFT) if rule.id == told_by]
         return findings_of(asked, evolve(self.facts, running=((self.before, now),), unlike=(), ranks=()))
 
     def _seen(self) -> RunningFacts:

@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import RefusedSteps, SampledEpochs
+from prepkit.auditing.course import RefusedSteps, SampledEpochs, Ticks
 from prepkit.auditing.running import RunningLook
 from prepkit.court import report
 from prepkit.findings import Finding
@@ -21,7 +21,7 @@ from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.rules.rule import Need
 
 IDLE = 32
-"""Forwards that train, without a step of the optimizer: fewer say nothing."""
+"""Forwards that train without a step of the optimizer, or steps without a tick of the scheduler: fewer say nothing."""
 
 Act = Callable[[tuple[Finding, ...]], None]
 """What is done with the findings of a look, where there are any."""
@@ -49,6 +49,7 @@ class DriftWatch:
     _most: int = field(default=0, init=False, repr=False)
     """That came before a step so far."""
     _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
+    _ticks: Ticks | None = field(default=None, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -64,6 +65,8 @@ class DriftWatch:
         self._look.steps, self._look.passes = self.steps, SampledEpochs()
         self._look.passes.listen()
         self._engine = next(iter(engines(model)), None)
+        if facts.scheduler is not None:
+            self._ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
         stepping = _stepping(known[0])
         self._refused = RefusedSteps(stepping, made=self.steps)
         self._refused.listen()
@@ -88,6 +91,8 @@ class DriftWatch:
         self._most, self._forwards = max(self._most, self._forwards), 0
         if self._refused is not None:
             self._refused.made = self.steps
+        if self._look is not None and self._ticks is not None and self._ticks.step(IDLE):
+            self._tell(self._look.idle("run.drift-ticks", unticked=self._ticks.since - 1))
         if self.steps % self.every or self._look is None:
             return
         self.looks += 1
@@ -100,7 +105,7 @@ class DriftWatch:
             return
         self._forwards += 1
         if self.steps and self._look is not None and self._forwards == max(IDLE, 4 * self._most):
-            self._tell(self._look.idle(self._forwards))
+            self._tell(self._look.idle("run.drift-unstepped", unstepped=self._forwards))
 
     def _tell(self, looked: tuple[Finding, ...]) -> None:
         """Notes what is new, and acts on it."""

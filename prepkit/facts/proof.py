@@ -19,6 +19,8 @@ class LossShare:
     weight: float = 1.0
     """The factor in the loss that was given to backward, times the micro-batches that are averaged, without the loss
     scale: 1 where each is divided by their number."""
+    total: bool = False
+    """Whether it is a sum over samples, which was divided by a number of the program's."""
     given: bool = False
     """Whether the backward was given gradients: of what loss, and by what it was divided, nobody knows."""
     meant: tuple[float, ...] = ()
@@ -59,6 +61,8 @@ class GradientProof:
     """Per replica: of what was recorded with the weight."""
     decay: float = 0.0
     """The weight decay that the optimizer's options have for it."""
+    before: tuple[GradientProof, ...] = ()
+    """One, as the last backward has left it, without the loss scale, where the program has written into it since."""
     parts: tuple[GradientProof, ...] = ()
     """The first replica's parts, where ranks hold it in parts: each as a gradient of one replica, held by its rank."""
 
@@ -181,7 +185,9 @@ class ProofFacts:
     beside: tuple[str, ...] = ()
     """Lines that went backward over weights of the model, and over no output of it: ``train.py:31``."""
     wrapper: str = ""
-    """The class of what wraps the model there; empty: nothing does, or there are no such lines."""
+    """The class of what wraps the model there, or stands around the model that is called; empty: nothing does."""
+    raw: bool = False
+    """Whether nothing wraps or shards the model, or a part of it."""
     scales_apart: bool = False
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()

@@ -139,6 +139,8 @@ class CourseFacts:
     """Forwards that have trained since the optimizer stepped last, where that is many more than ever before; else 0."""
     ticked: int | None = None
     """Ticks of the scheduler; None: there is none, or it does not say."""
+    unticked: int = 0
+    """Optimizer steps since the scheduler was ticked last, where that is many more than ever before; else 0."""
     horizon: int | None = None
     """Ticks that it is made for; None: none, or not known."""
     not_finite: tuple[str, ...] = ()

@@ -172,6 +172,7 @@ def loss_shares(records: tuple[Record, ...], reached: Sequence[frozenset[str]] =
             rank=record.head.rank,
             micro=at,
             weight=weight_of(records, record, at),
+            total=of.total,
             given=of.given,
             meant=of.meant,
             operators=of.operators,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -192,6 +193,21 @@ def _keeping(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         children = module._modules.items()
         vars(kept)["_modules"] = {key: None if one is None else _keeping(one, made) for key, one in children}
     return made[id(module)]
+
+
+def wrapped_by(root: nn.Module) -> str:
+    """The class of a wrapper that is alive around a model, or around what it is a part of; empty: there is none."""
+    for one in gc.get_objects():
+        wraps = issubclass(type(one), nn.Module) and not WRAPPERS.isdisjoint(names.known_bases(type(one)))
+        if wraps and root is not one and root in set(one.modules()):
+            return type(one).__name__
+    return ""
+
+
+def is_raw(root: nn.Module) -> bool:
+    """Return whether no class of it, or of a module in it, comes from what wraps or shards models."""
+    bases = {base for one in root.modules() for base in type(one).__mro__}
+    return not any(base.__module__.startswith((*PREPARERS, "torch.nn.parallel")) for base in bases)
 
 
 def evaluate(model: nn.Module, paths: tuple[str, ...]) -> None:

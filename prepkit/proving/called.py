@@ -6,6 +6,8 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -16,11 +18,14 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import tree
-from prepkit.proving.hooks import evaluating, line_of, parameters
-from prepkit.proving.loss_graph import factor_of, operators_of
+from prepkit.proving.hooks import ends_of, evaluating, line_of, parameters
+from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, returned
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
 from prepkit.proving.trace import sketch
+
+Adding = Callable[[dict[int, Tensor], int], Callable[[Tensor | None], None]]
+"""Makes the hook that keeps the gradient of an output, by its place."""
 
 
 @define(eq=False)
@@ -31,6 +36,8 @@ class Called:
     tensors: dict[str, Tensor]
     ends: tuple[Any, ...] = ()
     """Nodes of the graph at which its outputs begin."""
+    leaves: dict[int, Tensor] = field(factory=dict)
+    """Outputs that are leaves, as a weight that the model returns: what it uses of it itself comes back to it too."""
     arrived: dict[int, Tensor] = field(factory=dict)
     seen: dict[int, Tensor] = field(factory=dict)
     """A sketch of each output that is kept."""
@@ -64,7 +71,7 @@ class Called:
         still = tuple(name for name, param in parameters(root) if not param.requires_grad)
         return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own, frozen=still)
 
-    def ended(self, output: Any, adding: Callable[[dict[int, Tensor], int], Callable[[Tensor], None]]) -> None:
+    def ended(self, output: Any, adding: Adding) -> None:
         """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
         found = list(tree.tensors_of(output))
         self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
@@ -72,7 +79,11 @@ class Called:
             if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
                 self.seen[place] = sketch(local(tensor).detach().reshape(-1))
                 self.returned.append(returned(place, tensor))
-            if tensor.requires_grad:
+            if not tensor.requires_grad or any(tensor is earlier for earlier in found[:place]):
+                continue
+            if tensor.is_leaf:
+                self.leaves[place] = tensor
+            else:
                 tensor.register_hook(adding(self.arrived, place))  # type: ignore[no-untyped-call]
 
     @property
@@ -98,7 +109,28 @@ class Called:
             returned=tuple(self.returned),
             evaluating=self.evaluating,
             frozen=tuple(name for name in self.frozen if name in trains),
+            apart=len(set(self.ends)) == 1,
         )
+
+
+@contextmanager
+def leaves_listened(loss: Tensor, calls: Sequence[Called], adding: Adding) -> Iterator[None]:
+    """Inside, what comes to leaves that calls have returned is kept, as far as the loss itself brings it there.
+
+    Of several calls that have returned one leaf, it is kept with the last that has a part in the loss.
+    """
+    used = [call for call in calls if made_of(loss, ends_of([call]))] or calls
+    hooks = {id(leaf): adding(call.arrived, place) for call in used for place, leaf in call.leaves.items()}
+    with ExitStack() as stack:
+        for node, leaf, at in edges_outside(loss, ends_of(calls)) if hooks else ():
+            if (keep := hooks.get(id(leaf))) is not None:
+                stack.callback(node.register_hook(partial(_kept, keep, at)).remove)
+        yield
+
+
+def _kept(keep: Callable[[Tensor | None], None], at: int, inputs: tuple[Tensor | None, ...], _: Any) -> None:
+    """A hook of a node, whose gradient by one of its inputs is kept."""
+    keep(inputs[at])
 
 
 def added_up(terms: Sequence[tuple[Any, float]], calls: Sequence[Called]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,11 @@ def held_parts(
             trained=name in trained,
             group=groups.get(name),
         )
+
+
+def ends_of(calls: Iterable[Called]) -> set[int]:
+    """Identities of the nodes at which outputs of these calls begin."""
+    return {id(end) for call in calls for end in call.ends}
 
 
 Size = tuple[int, float, float]
@@ -108,9 +113,12 @@ def evaluating(root: nn.Module) -> tuple[str, ...]:
     return tuple(path for path, module in names.named_modules(root).items() if not module.training)
 
 
-def _used(root: nn.Module | None, loss: Tensor, ends: set[int]) -> Iterator[str]:
-    """Yield parameters that a loss uses itself, beside the outputs that begin at ``ends``."""
-    known = {id(param): name for name, param in parameters(root)}
+def _used(root: nn.Module | None, loss: Tensor, ends: set[int], returned: Collection[int] = ()) -> Iterator[str]:
+    """Yield parameters that a loss uses itself, beside the outputs that begin at ``ends``.
+
+    ``returned``: identities of those that are outputs.
+    """
+    known = {id(param): name for name, param in parameters(root) if id(param) not in returned}
     yield from (known[id(leaf)] for leaf in used_outside(loss, ends) if id(leaf) in known)
 
 
@@ -163,6 +171,8 @@ class Around:
     unproven: str = field(default="", init=False)
     averages: str = field(default="", init=False)
     """As in ``Disturbed``."""
+    made: dict[str, Tensor] = field(factory=dict, init=False)
+    """Gradients as the last backward has left them."""
     moved: tuple[str, ...] = field(default=(), init=False)
     swung: bool = field(default=False, init=False)
     outside: dict[str, None] = field(factory=dict, init=False)
@@ -216,10 +226,14 @@ class Around:
         self.own |= dict.fromkeys(changed)
         self._began |= {name: one for name, one in sizes(root).items() if name in changed}
 
-    def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
-        """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
+    def backward(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called], *, first: bool) -> None:
+        """Before a backward; ``calls``: those of the model, at whose outputs it ends."""
         self._left = with_gradients(root) if first and not self.beside else self._left
-        self.outside |= dict.fromkeys(_used(root, loss, ends))
+        self._goes_over(root, loss, calls)
+
+    def _goes_over(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> None:
+        ends, leaves = ends_of(calls), {id(leaf) for call in calls for leaf in call.leaves.values()}
+        self.outside |= dict.fromkeys(_used(root, loss, ends, leaves))
         self._counts(loss, ends)
 
     def _counts(self, loss: Tensor, ends: set[int]) -> None:
@@ -236,11 +250,9 @@ class Around:
 
     def again(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> bool:
         """Before a backward over no new call: whether it goes over outputs of earlier ones, whose gradients add up."""
-        ends = {id(end) for call in calls for end in call.ends}
-        if not made_of(loss, ends):
+        if not made_of(loss, ends_of(calls)):
             return False
-        self.outside |= dict.fromkeys(_used(root, loss, ends))
-        self._counts(loss, ends)
+        self._goes_over(root, loss, calls)
         return True
 
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
@@ -263,13 +275,35 @@ class Around:
             if began and all(name in began and same_size(began[name], now[name], 1e-6) for name in self.moved):
                 self.moved, self.swung = (), self.swung or bool(now)
 
-    def goes(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains."""
+    def goes(self, plain: Callable[[], Any], root: nn.Module | None, most: int) -> Any:
+        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains.
+
+        ``root``: what it trains in this window; ``most``: bytes of gradients that may be kept.
+        """
         self.going += 1
         try:
-            return plain(*args, **kwargs)
+            result = plain()
         finally:
             self.going -= 1
+        if root is not None and not self.going:
+            grads = ((name, param.grad) for name, param in parameters(root))
+            held = {name: local(one) for name, one in grads if one is not None and one.layout is torch.strided}
+            fits = sum(one.nbytes for one in held.values()) <= most
+            self.made = {name: one.detach().reshape(-1).cpu().clone() for name, one in held.items() if fits}
+        return result
+
+    def written(self, names: Iterable[str], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what backward has left of gradients that are no multiple of it where ``tensors`` of a record hold them.
+
+        Clipping and unscaling multiply; anything else was written by the program.
+        """
+        for name in names:
+            made, kept = self.made.get(name), tensors.get(f"grad/{name}")
+            if made is not None and kept is not None and made.numel() == kept.numel():
+                one, other = made.double(), kept.double()
+                by = float(one @ other) / (float(one @ one) or 1.0)
+                if float((other - by * one).norm()) > 8 * torch.finfo(kept.dtype).eps * float(other.norm()):
+                    yield name, made
 
     def scaled(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
         """A scaler multiplies a loss."""
@@ -295,7 +329,7 @@ class Around:
             )
         self.asked = wanted
 
-    def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor], None]:
+    def adding(self, arrived: dict[int, Tensor], place: int) -> Callable[[Tensor | None], None]:
         """A hook that keeps the gradient of an output; one that arrives again adds up."""
 
         def hook(grad: Tensor | None) -> None:

@@ -147,6 +147,14 @@ def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:
     yield from (leaf for leaf in leaves if leaf is not None)
 
 
+def edges_outside(loss: Tensor, ends: Collection[int]) -> Iterator[tuple[Any, Tensor, int]]:
+    """Yield every node past the model's outputs that uses a leaf, with that leaf and its place among the inputs."""
+    for node in _made_by(loss, ends):
+        for at, (following, _) in enumerate(node.next_functions):
+            if (leaf := getattr(following, "variable", None)) is not None:
+                yield node, leaf, at
+
+
 def weights_of(loss: Tensor, ends: Collection[int]) -> Iterator[int]:
     """Identities of the parameters that it reaches past the model's outputs, as those of a head beside the model."""
     yield from (id(leaf) for leaf in used_outside(loss, ends) if isinstance(leaf, nn.Parameter))

@@ -191,11 +191,15 @@ def _eps(dtype: str) -> float:
 
 
 def from_outside(ends: list[Tensor], arrived: list[Tensor]) -> list[Tensor]:
-    """What arrived at outputs less what came from other outputs: logits get a gradient of the loss beside them too."""
+    """What arrived at outputs less what came from other outputs: logits get a gradient of the loss beside them too.
+
+    To a leaf, as a weight that the model returns, no more was recorded than came from outside.
+    """
     if len(ends) == 1:
         return arrived
     behind = [
-        [at for at, other in enumerate(ends) if other is not end and _reaches(end, other)] for end in ends
+        [at for at, other in enumerate(ends) if other is not end and not other.is_leaf and _reaches(end, other)]
+        for end in ends
     ]  # outputs from which each was computed
     outside: dict[int, Tensor] = {}
     for at in sorted(range(len(ends)), key=lambda at: -len(behind[at])):
@@ -211,5 +215,7 @@ def from_outside(ends: list[Tensor], arrived: list[Tensor]) -> list[Tensor]:
 
 def _reaches(end: Tensor, other: Tensor) -> bool:
     """Return whether an output was computed from another."""
+    if end.is_leaf:
+        return False
     (found,) = torch.autograd.grad(end.sum(), other, retain_graph=True, allow_unused=True)
     return found is not None

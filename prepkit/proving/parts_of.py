@@ -26,13 +26,17 @@ class Replica:
     """Of the first replica the rank that holds each element; None: of any other, or where one rank holds all."""
 
 
-def replicas(records: tuple[Record, ...], kind: str, name: str) -> tuple[Replica, ...]:
-    """Each whole tensor that the parts of the ranks make, in the order of its holders; nothing where a part lacks."""
+def replicas(records: tuple[Record, ...], kind: str, name: str, instead: str = "") -> tuple[Replica, ...]:
+    """Each whole tensor that the parts of the ranks make, in the order of its holders; nothing where a part lacks.
+
+    ``instead``: the kind of which a rank's part is taken that has none of the former.
+    """
     found: dict[tuple[int, object, int], list[tuple[int, Tensor, HeldPart]]] = {}
     shape: tuple[int, ...] = ()
     for record in records:
         held = next((one for one in record.head.params if one.name == name), None)
-        part = record.tensors.get(f"{kind}/{name}")
+        key = f"{kind}/{name}" if f"{kind}/{name}" in record.tensors else f"{instead}/{name}"
+        part = record.tensors.get(key)
         if held is None or part is None or (part.numel() == 0 and 0 not in held.shape):
             continue
         shape = held.shape

@@ -19,7 +19,8 @@ from prepkit.proving.record_file import Record, read
 from prepkit.proving.replay import MEMORY, Replay, replayed
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
-from prepkit.rules.run.proof_causes import by_hand, steps_apart
+from prepkit.rules.run.proof_causes import steps_apart
+from prepkit.rules.run.proof_gradients import by_hand
 
 STAND_IN = "the model returns no loss, and none was given: the mean of its squared outputs stood in for one"
 

@@ -72,6 +72,8 @@ class RecordedCall:
     """Modules that were in evaluation."""
     frozen: tuple[str, ...] = ()
     """Parameters of those that the window trains which were frozen in it."""
+    apart: bool = False
+    """Whether one node has made all outputs, as DDP hands them on, so that none of them is computed from another."""
 
 
 @frozen(kw_only=True)
@@ -132,7 +134,9 @@ class Disturbed:
     beside: tuple[str, ...] = ()
     """Lines that went backward over weights of the model, and over no output of it."""
     wrapper: str = ""
-    """The class of what wraps the model there; empty: nothing does, or there are no such lines."""
+    """The class of what wraps the model there, or stands around the model that is called; empty: nothing does."""
+    raw: bool = False
+    """Whether nothing wraps or shards the model, or a part of it."""
     kept: tuple[str, ...] = ()
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False

@@ -26,9 +26,10 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare
-from prepkit.proving.called import Called, micro_of, place_in
+from prepkit.proving.called import Called, leaves_listened, micro_of, place_in
 from prepkit.proving.hooks import (
     asked_for,
+    ends_of,
     evaluating,
     held_parts,
     is_aside,
@@ -206,6 +207,8 @@ class Recorder(Turns):
                 self.around.told(
                     self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
                 ),
+                wrapper=self.around.wrapper or bare.wrapped_by(self.root),
+                raw=bare.is_raw(self.root),
                 unstepped=untold.unstepped,
                 detached=untold.detached,
             ),
@@ -346,14 +349,16 @@ class Recorder(Turns):
         several = tensors if isinstance(tensors, tuple | list) else (tensors,)
         tensor, open_calls = several[0], [call for call in self._calls if call.micro < 0]
         asked, still = bool(self.around.asked), self._stepping or self.done or self.around.going
-        ends = {id(end) for call in self._calls for end in call.ends}
+        ends = ends_of(self._calls)
         seed = None if still else seed_of(tensor, gradient)
         trains = not still and (seed is not None or given_gradients(several, gradient, ends))
         if trains and not open_calls and not self.around.again(self.root, tensor, self._calls) and not asked:
             self.around.past(self.root, tensor, set(), first=not self._micros)
+        listens = leaves_listened(tensor, open_calls or self._calls if trains else (), self.around.adding)
         if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
-            return self.around.goes(plain)
-        self.around.backward(self.root, tensor, ends, first=not (self._micros or asked))
+            with listens:
+                return self.around.goes(plain, None if still else self.root, self.largest)
+        self.around.backward(self.root, tensor, self._calls, first=not (self._micros or asked))
         made = micro_of(tensor, seed, ends, open_calls, self.around.spent())
         if not isfinite(made.loss):
             said = f"the loss of micro-batch {len(self._micros)} is {made.loss} on rank {world().rank}"
@@ -364,7 +369,8 @@ class Recorder(Turns):
         self._micros.append(evolve(made, like=place_in(self._likes, like)))
         self._lines |= dict.fromkeys(line_of("backward"))
         self._tracer.backward = True
-        result = self.around.goes(plain)
+        with listens:
+            result = self.around.goes(plain, self.root, self.largest)
         self._tracer.backward = False
         if not any(call.arrived for call in open_calls):  # the loss of another model, which this one's outputs fed
             self._micros.pop()
@@ -435,6 +441,8 @@ class Recorder(Turns):
         self._trains |= {name for name, param in parameters(self.root) if param.requires_grad}
         self._lines |= dict.fromkeys(line_of("step"))
         self._held.take(optimizer, held, self._parts, self._keep)
+        for name, made in self.around.written(held, self._tensors):
+            self._keep(f"made/{name}", made)
 
     def _idles(self, root: nn.Module, optimizer: Any) -> None:
         """A step over nothing: the second one is all that there is to tell."""

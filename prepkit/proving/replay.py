@@ -42,7 +42,7 @@ from prepkit.ranks.world import world
 HALF = ("bfloat16", "float16")
 DISTURBED = (
     *("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted"),
-    *("asked", "doubled", "averages", "unstepped", "detached"),
+    *("asked", "doubled", "averages", "unstepped", "detached", "raw"),
 )
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
@@ -213,6 +213,7 @@ def _disturbed(records: tuple[Record, ...]) -> Disturbed:
         outside=names_of("outside"),
         beside=names_of("beside"),
         wrapper=next((one.wrapper for one in every if one.wrapper), ""),
+        raw=any(one.raw for one in every),
         cleared=max(one.cleared for one in every),
         wasted=min(one.wasted for one in every),
         unstepped=names_of("unstepped"),
@@ -347,10 +348,11 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
                 plain = f"of shape {tuple(outputs[place].shape)}" if place < len(outputs) else "none"
                 said = f"output {place} of call {number} on rank {record.head.rank} was of shape {tuple(grad.shape)}"
                 raise CannotReplay(f"{said}, and plainly the model returns {plain}: a part of the whole, or others")
-            ends.append(outputs[place])
-            grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
+            if outputs[place].requires_grad:  # and is no input, whose gradient is that of another call
+                ends.append(outputs[place])
+                grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:
-            torch.autograd.backward(ends, from_outside(ends, grads))
+            torch.autograd.backward(ends, grads if call.apart else from_outside(ends, grads))
     for name, param in streamed.params.items():  # what an operator of the model's own has given to the stub itself
         if param.grad is not None:
             arrived(name, param.grad)
@@ -369,7 +371,11 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
         kept = _not_clamped(window, shares, got)
         shares, got = shares * kept, [one * kept for one in got]
     weight = window.sampled(window.weight(name))
-    whole = _products(name, shares, got, tuple(one.holder for one in found), apart, more)
+    holders = tuple(one.holder for one in found)
+    whole = _products(name, shares, got, holders, apart, more)
+    written = any(f"made/{name}" in record.tensors for record in window.records)
+    made = replicas(window.records, "made", name, instead="grad") if written else ()
+    left = [window.sampled(one.values) / window.records[0].head.scale for one in made]
     owners = window.sampled(found[0].owners) if found and found[0].owners is not None else None
     parts = []
     for rank in () if owners is None else torch.unique(owners).int().tolist():
@@ -381,6 +387,7 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
         weight_square=more * float(weight @ weight),
         along=tuple(more * float(one @ weight) for one in got),
         decay=_decay(window, name),
+        before=(_products(name, shares, left, holders, apart, more),) if left else (),
         parts=tuple(parts),
     )
 

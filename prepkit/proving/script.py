@@ -5,8 +5,9 @@ from __future__ import annotations
 import runpy
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         if len(steps) >= ENOUGH and not any(one.stepped for one in recorder.family):
             raise WindowDone
 
-    steps, mine = list[None](), list[Recorded]()
-    recorder, seen, arrivals = Recorder(when_done=end, traces=keep is not None, lingers=True), list[Audit](), Arrivals()
+    steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals()
+    recorder = Recorder(when_done=end, agrees=_in_turn(arrivals), traces=keep is not None, lingers=True)
     hook = register_optimizer_step_post_hook(counted)
     try:
         with recorder.on(), audited_at_first_step(looked, arrivals):
@@ -113,6 +114,12 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         proof = evolve(proof, audit=evolve(found, findings=tuple(untold(found.findings, proof.findings))))
     arrivals.lets_go()
     return proof
+
+
+def _in_turn(arrivals: Arrivals) -> Callable[[bool], bool]:
+    """As ``Turns.agrees``: a rank that ended its window alone would leave the others in a collective."""
+    turns = count()
+    return lambda waits: arrivals.wanted(f"the end of turn {next(turns)}", waits, AT_END)
 
 
 def _left_apart(arrivals: Arrivals, apart: RanksApart) -> Proof:

@@ -251,6 +251,8 @@ class Turns:
     """What the loop calls. None: the first module with trained parameters that is called from outside of any other."""
     when_done: Callable[[], None] = lambda: None  # the default of a field
     """Called once the window is complete: everything that trains was stepped, or the next window begins."""
+    agrees: Callable[[bool], bool] = lambda waits: waits  # the default of a field
+    """Told at each step at which its window may end whether it waits for another model: whether all ranks are to."""
     lingers: bool = False
     """Whether ``when_done`` waits until the next window goes forward, backward or steps."""
     family: list[Any] = field(init=False)
@@ -313,7 +315,8 @@ class Turns:
         if not (taken and (again or all(one.done for one in self.family))):
             return
         self.awaited = to_step(self.family, self.still.values())
-        if self.waited >= WAITS or not (self.awaited or any(one._next.undecided for one in self.family)):
+        waits = bool(self.awaited) or any(one._next.undecided for one in self.family)
+        if not self.agrees(waits and self.waited < WAITS):
             self.when_done()
 
     def _keep(self, key: str, tensor: Tensor) -> None:

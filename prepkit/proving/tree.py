@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -65,16 +67,28 @@ def _read(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     raise ValueError(f"{data!r:.80} is no argument of a recorded forward")
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in an output, in an order that the same class of output always has."""
+def tensors_of(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[Tensor]:
+    """Every tensor in an output, in an order that the same class of output always has.
+
+    ``inside``: the objects that hold the value, which one of them may hold again.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from tensors_of(one)
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from tensors_of(one)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_of(getattr(value, field.name))
+    elif not any(value is one for one in inside):
+        for one in _held(value):
+            yield from tensors_of(one, (*inside, value))
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """What an output has inside: entries, fields, or what an object of any class keeps in its attributes."""
+    match value:
+        case Mapping():
+            return value.values()
+        case tuple() | list():
+            return value
+        case type() | nn.Module() | ModuleType() | FunctionType() | MethodType() | partial():
+            return ()
+    fields = tuple(one.name for one in getattr(type(value), "__attrs_attrs__", ()))
+    if dataclasses.is_dataclass(value):
+        fields = tuple(field.name for field in dataclasses.fields(value))
+    return [getattr(value, name) for name in fields] if fields else getattr(value, "__dict__", {}).values()

@@ -173,21 +173,34 @@ class Arrivals:
         self.alone = peers.store.get(f"how {place}") == "alone"
         return not self.alone
 
-    def meet(self, place: str, *, last: bool = False) -> None:
+    def wanted(self, place: str, wants: bool, end: str) -> bool:
+        """Return whether any rank wants it, once all are here; ranks that have come to their ``end`` want nothing.
+
+        Where ranks send each other tensors each goes by what it wants itself. Raises ``RanksApart`` as ``meet``.
+        """
+        if self.hands or (peers := self._joined()) is None:
+            return wants
+        peers.store.set(f"{place} wants/{peers.rank}", str(int(wants)))
+        self.meet(place, last=True, end=end)
+        keys = [f"{place} wants/{one}" for one in range(peers.world)]
+        return any(peers.store.get(key) == "1" for key in keys if peers.store.check([key]))
+
+    def meet(self, place: str, *, last: bool = False, end: str = "") -> None:
         """Return when every rank is here. ``place``: such as ``its first step``. ``last``: an ended script comes too.
 
+        ``end``: a place at which a rank need not come here any more.
         Raises ``RanksApart`` on every rank that is here, or comes later, where one does not come.
         """
         if (peers := self._joined()) is None:
             return
         try:
-            missing = self._wait(peers, place, last=last)
+            missing = self._wait(peers, place, last=last, end=end)
         except RuntimeError as gone:  # the store, with the rank that serves it
             raise RanksApart(self.verdict() or str(gone)) from gone
         if missing:
             self._goes_on()
 
-    def _wait(self, peers: Peers, place: str, *, last: bool, goes_on: bool = False) -> list[int]:
+    def _wait(self, peers: Peers, place: str, *, last: bool, goes_on: bool = False, end: str = "") -> list[int]:
         """Until all are there; else the ranks that were not when some were given up.
 
         ``goes_on``: or when all of those wait for a tensor, or one has gone on before.
@@ -196,7 +209,10 @@ class Arrivals:
         seen: dict[int, tuple[Reached, float]] = {}
         store.set(f"{place}/{peers.rank}", "here")
         look, said = began, False
-        while missing := [one for one in range(peers.world) if not store.check([f"{place}/{one}"])]:
+        places = [place, end] if end else [place]
+        while missing := [
+            one for one in range(peers.world) if not any(store.check([f"{each}/{one}"]) for each in places)
+        ]:
             if store.check([VERDICT]) or (goes_on and store.check([f"how {place}"])):
                 break
             if (now := time.monotonic()) > look:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, DistributedSampler
 
 import prepkit as pk
@@ -283,6 +285,39 @@ def test_ticks_behind_steps_that_a_scaler_refused_are_no_ticks_too_many(ticks: i
     watch.close()
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
     assert {one.rule for one in watch.findings} == ({"run.drift-ticks"} if ticks == 2 else set())
+
+
+SCHEDULERS: dict[str, tuple[Callable[[Any], Any], Callable[[int], bool], str]] = {
+    "no longer": (partial(lr_scheduler.LinearLR, total_iters=1000), lambda at: at < 5, "last 32 steps, many more"),
+    "steps on, without an end": (partial(lr_scheduler.ExponentialLR, gamma=0.9), lambda at: at < 5, "last 32 steps"),
+    "by passes of twenty": (partial(lr_scheduler.StepLR, step_size=3), lambda at: at % 20 == 19, ""),
+    "by passes, and no longer": (partial(lr_scheduler.StepLR, step_size=3), lambda at: at in (19, 39), "last 80 steps"),
+    "one pass": (partial(lr_scheduler.StepLR, step_size=3), lambda at: at == 9, ""),
+    "never, and made for steps": (
+        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=1000),
+        lambda at: False,
+        "last 32 steps, and is ticked by the step",
+    ),
+    "never, and made for passes": (partial(lr_scheduler.StepLR, step_size=3), lambda at: False, ""),
+    "at its end": (partial(lr_scheduler.LinearLR, end_factor=0.0, total_iters=5), lambda at: at < 5, ""),
+    "warm": (partial(lr_scheduler.LambdaLR, lr_lambda=lambda at: min(1.0, (at + 1) / 5)), lambda at: at < 5, ""),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_that_is_ticked_no_longer_is_told(name: str) -> None:
+    make, ticks, says = SCHEDULERS[name]
+    case = tied_with_a_hook()
+    case = evolve(case, optimizer=adam(case.model), scheduler=None)
+    scheduler = make(case.optimizer)
+    watch = pk.watch(case.model, case.optimizer, scheduler, every=10)
+    for at in range(130):
+        stepped(case)
+        if ticks(at):
+            scheduler.step()
+    watch.close()
+    assert [one.rule for one in watch.findings] == ["run.drift-ticks"] * bool(says)
+    assert all(f"It was not ticked in the {says}" in one.what for one in watch.findings)
 
 
 class Renamed(nn.Module):

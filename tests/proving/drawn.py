@@ -230,6 +230,7 @@ COMPILED = c.Config(compile=c.CompileModel(backend="aot_eager"))
 DRAWN_RIGHT: tuple[Any, ...] = (
     *(OfTorch(model, wrap) for model in MODELS for wrap in ("ddp", "fsdp1", "fsdp2")),
     *(OfTorch("blocks", wrap, optimizer) for optimizer in list(OPTIMIZERS)[1:] for wrap in ("ddp", "fsdp2")),
+    *(OfTorch("blocks", wrap, "SGD", 3, fault) for wrap in ("fsdp1", "fsdp2") for fault in ("signs alone", "noise")),
     *(OfPrepkit(engine, steps, low) for engine in ENGINES for steps in (1, 3) for low in (False, True)),
     *(OfPrepkit(engine, 2, tokens=True) for engine in ENGINES),
     *(OfPrepkit(engine, 2, extra=CLIPPED) for engine in ENGINES),
@@ -246,8 +247,6 @@ FAULTS: dict[str, str] = {
     "divided by the ranks": "prove.averaged-twice",
     "doubled by hand": "prove.summed",
     "halved again": "prove.averaged-twice",
-    "signs alone": "prove.direction",
-    "noise": "prove.direction",
 }
 DRAWN_ERRORS: tuple[tuple[Any, str], ...] = (
     *(

@@ -168,6 +168,22 @@ for _ in range(3):
     model(x).square().mean().backward()
     optimizer.step()
 """,
+    "a weight that the model returns": """
+class Weighs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.spread = nn.Linear(6, 3), nn.Parameter(torch.linspace(0.1, 0.3, 3))
+    def forward(self, values):
+        return self.inner(values), self.spread
+model = Weighs()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    for by in range(2):
+        out, spread = model(x + by)
+        ((out.square() * (-spread).exp() + spread).mean() / 2).backward()
+    optimizer.step()
+""",
     "clipping by value": """
 for _ in range(3):
     optimizer.zero_grad()

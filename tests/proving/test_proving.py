@@ -19,6 +19,7 @@ from prepkit.findings import FindingWarning, PlanRejected, Severity
 from prepkit.observe.env import observe_env
 from prepkit.proving import spawned
 from prepkit.proving.record_file import FORMAT, path_of, read
+from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
@@ -32,7 +33,8 @@ from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
 from tests.support.script import LAUNCHER, Ran, run_typed
 
-MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *DRAWN_ERRORS[::9], *BY_LIBRARIES[::11]))
+SHARE = (*DRAWN_ERRORS[::9], *BY_LIBRARIES[::11])
+MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *SHARE))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
 
 
@@ -57,7 +59,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     [
         *RIGHT[::2],
         *RIGHT[-1:],
-        *map(Right, RIGHT_UNUSUAL),
+        *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND)),
         *map(Right, DRAWN_RIGHT[::13]),
         *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
     ],
@@ -241,6 +243,40 @@ def test_a_script_with_accelerate_is_proven_in_one_line(
     assert (("prove.accumulation" in out) and (says in out)) == bool(says), out
     assert ("backward at train.py:14, step at train.py:15" in out) == bool(says)
     assert (code == 0) == (not says)
+
+
+IN_TURN = """
+import torch, torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+one, other = (nn.parallel.DistributedDataParallel(nn.Linear(6, width)) for width in (3, 2))
+first = torch.optim.SGD(one.parameters(), lr=0.1)
+second = None if dist.get_rank() else torch.optim.SGD(other.parameters(), lr=0.1)
+x = torch.randn(5, 6) + dist.get_rank()
+for at in range(12):
+    with torch.no_grad():
+        other(x)
+    first.zero_grad()
+    one(x).square().mean().backward()
+    first.step()
+    if at == 5:
+        second = second or torch.optim.SGD(other.parameters(), lr=0.1)
+        second.zero_grad()
+        other(x).square().mean().backward()
+        second.step()
+"""
+
+
+def test_ranks_decide_together_for_which_model_they_wait(
+    tmp_path: Path, forked_torchrun: list[Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 makes the optimizer of the second model when it is needed, and cannot know of it before."""
+    (tmp_path / "train.py").write_text(IN_TURN)
+    monkeypatch.chdir(tmp_path)
+    assert run("audit", "--prove", "--torchrun", "2", "train.py").exit_code == 0
+    out = "".join(one.out for one in forked_torchrun)
+    assert out.count("1 micro-batches in float32, 2 gradients, 2 steps: trained as plain torch trains it") == 2, out
 
 
 def test_a_plan_is_proven_from_the_command_line(tmp_path: Path, fork_servers: ForkServers) -> None:

@@ -61,6 +61,10 @@ def _ticks(facts: RunFacts) -> Iterator[Hit]:
     for before, now in _pairs(facts):
         if now.ticked is None or before.ticked is None:
             continue
+        if now.unticked:
+            than = "many more than ever before" if now.ticked else "and is ticked by the step"
+            fix = "Call scheduler.step() behind optimizer.step(); nothing, where the rate is to stay as it is."
+            yield Hit("scheduler", f"It was not ticked in the last {now.unticked} steps, {than}.", fix)
         if now.horizon and before.ticked <= now.horizon < now.ticked:
             what = f"It is made for {now.horizon} ticks, and was ticked {now.ticked} times: its end is behind it."
             yield Hit("scheduler", what, "Make it for as many ticks as there are steps, or end there.")

@@ -32,8 +32,8 @@ LEAST = 2
 OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
 OWN = "each rank's own: nobody averages them"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
-BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
-"""Rules about what a program that puts gradients together itself may mean."""
+BY_THE_RANKS = "sums divided by the samples of all ranks, whose average is taken too"
+OTHER_ON_EACH = "as they should be behind the backward, and the program has changed them since, other on each rank"
 
 Vector = tuple[float, ...]
 
@@ -72,10 +72,6 @@ def mean(facts: ProofFacts) -> Vector:
     return tuple(1 / (facts.world * (facts.divides or number[share.rank])) for share in facts.shares)
 
 
-def _micros(facts: ProofFacts) -> int:
-    return max(counts(facts).values(), default=1)
-
-
 def kinds(facts: ProofFacts) -> int:
     """Return how many kinds of losses each rank has equally many of, as of several tasks: those of one are averaged."""
     each = {rank: Counter(one.kind for one in facts.shares if one.rank == rank) for rank in counts(facts)}
@@ -86,7 +82,7 @@ def kinds(facts: ProofFacts) -> int:
 
 def _divided(facts: ProofFacts) -> int:
     """By how many micro-batches each loss is to be divided."""
-    return facts.divides or _micros(facts) // kinds(facts)
+    return facts.divides or max(counts(facts).values(), default=1) // kinds(facts)
 
 
 def _common_weight(facts: ProofFacts) -> float | None:
@@ -109,12 +105,17 @@ def _weighed(facts: ProofFacts) -> Cause | None:
         return None  # where some were cleared, that explains the number
     known, weight = facts.accumulation is not None, weight / kinds(facts)
     if micros > 1 and near(weight, micros):
-        why = f"the loss is not divided by the {micros} micro-batches of a step"
+        or_ranks = f", or is multiplied by the {world} ranks" if micros == world else ""
+        why = f"the loss is not divided by the {micros} micro-batches of a step{or_ranks}"
         return Cause("prove.accumulation", why, weight) if known or micros > 2 else None
     if micros > 1 and near(weight, 1 / micros):
         once = "" if known else f", or once by {micros**2}"
-        why = f"the loss is divided twice by the accumulation ({micros}){once}"
-        return Cause("prove.accumulation", why, weight)
+        twice = f"twice by the accumulation ({micros})"
+        if micros == world and all(share.total for share in facts.shares):
+            alike = len({share.count for share in facts.shares}) == 1
+            return Cause("prove.averaged-twice", BY_THE_RANKS + f", or {twice}" * alike, weight)
+        by_ranks = f", or by the {world} ranks, whose average is taken too" if micros == world else ""
+        return Cause("prove.accumulation", f"the loss is divided {twice}{once}{by_ranks}", weight)
     if known and facts.accumulation != micros and near(weight * (facts.accumulation or 1), micros):
         why = f"the loss is divided by {facts.accumulation}, and a step has {count(micros, 'micro-batch')}"
         return Cause("prove.accumulation", why.replace("batchs", "batches"), weight)
@@ -219,7 +220,7 @@ class _Aim:
                 return None  # a stage that divides what it is given by the micro-batches
             if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
-            found = _of_ratio(self.facts, ratio, self.clipping, copy)
+            found = _of_ratio(self.facts, ratio, self.clipping)
             beside = found.rule == "prove.ratio" and one.name in self.facts.outside  # which is told as a limit
             return None if beside else found
         plain = tuple(a / self.clipping for a in sums)
@@ -236,12 +237,22 @@ class _Aim:
             return scaled
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
-        if one.name in (*self.facts.outside, *self.facts.unreached):
-            return None  # which is told as a limit
-        square = one.squares[copy] * _square(one.gram, sums)
+        return None if one.name in (*self.facts.outside, *self.facts.unreached) else self._turned(one, copy, sums)
+
+    def _turned(self, one: GradientProof, copy: int, sums: Vector) -> Cause | None:
+        """Of a gradient in another direction; None: that is told as a limit."""
+        square, size = one.squares[copy] * _square(one.gram, sums), sqrt(_square(one.gram, sums))
         cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
         off = _distance(one, copy, sums) / size if size else 0.0
+        if self.as_left(one):
+            return Cause("prove.direction", OTHER_ON_EACH, cosine=cosine, off=off) if _apart(one) else None
         return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine, off=off)
+
+    def as_left(self, one: GradientProof) -> bool:
+        """Return whether backward has left it as it should be, and the program has written into it since."""
+        plain = evolve(self, sums=tuple(a / self.clipping for a in self.sums), clipping=1.0)
+        left = [plain.cause(before, copy) for before in one.before for copy in range(len(before.dots))]
+        return bool(left) and not any(left) and not self.facts.cleared
 
     def all_weigh_one(self) -> bool:
         """Whether every gradient is such a multiple of its mean over ranks that all samples together weigh one."""
@@ -295,34 +306,34 @@ def _whole(facts: ProofFacts) -> float:
     return sum(known) / facts.world if len(known) == len(facts.shares) else 0.0
 
 
-def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Cause:
+def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
     """The number of this run that explains a ratio."""
-    del copy
     weighed = _weighed(facts)
     rest = ratio / weighed.ratio if weighed is not None else ratio
     if weighed is not None and near(rest, 1.0):
         return Cause(weighed.rule, weighed.why, ratio)
     also = f", and {weighed.why}" if weighed is not None else ""
     world, micros, scale = facts.world, _divided(facts), facts.scale
-    or_micros = f" (or multiplied by the {micros} micro-batches)" if micros == world else ""
+    or_micros, or_divided = (
+        f" (or {how} by the {micros} micro-batches)" * (micros == world) for how in ("multiplied", "divided once more")
+    )
     table: tuple[tuple[bool, float, str, str], ...] = (
         (clipping < 1, 1 / clipping, "prove.not-clipped", "never clipped"),
         (scale > 1, scale, "prove.scaled", f"stepped while they are scaled by {scale:g}: never unscaled"),
         (scale > 1, 1 / scale, "prove.scaled", f"unscaled twice, by {scale:g}"),
         (world > 1, world, "prove.summed", f"summed over the {world} ranks, not averaged{or_micros}"),
-        (world > 1, 1 / world, "prove.averaged-twice", f"averaged twice over the {world} ranks"),
+        (world > 1, 1 / world, "prove.averaged-twice", f"averaged twice over the {world} ranks{or_divided}"),
         (micros > 1, micros, "prove.accumulation", f"not divided by the {micros} micro-batches of a step"),
         (micros > 1, 1 / micros, "prove.accumulation", f"divided once more by the {micros} micro-batches of a step"),
     )
-    for asked, number, rule, why in table:
-        if asked and near(rest, number):
-            return Cause(rule, why + also, ratio)
-    return Cause("prove.ratio", f"which no number of this run explains{also}", ratio)
+    none = ("prove.ratio", "which no number of this run explains")
+    rule, why = next((told for asked, number, *told in table if asked and near(rest, number)), none)
+    return Cause(rule, why + also, ratio)
 
 
 def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause, Vector]]:
     """Causes that leave something out, each with the sum of shares that it makes."""
-    world, micros = facts.world, _micros(facts)
+    world, micros = facts.world, max(counts(facts).values(), default=1)
     for rank in range(world) if world > 1 else ():
         yield Cause("prove.not-averaged", "", rank=rank), _only(facts, sums, {rank})
     for group in _groups(world, holder):
@@ -433,7 +444,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         if not one.dots and there:
             each = [Cause("prove.no-gradient", "")]
         each = [_where(cause, one.holders[copy], each) for copy, cause in enumerate(each)] if one.dots else each
-        for cause in dict.fromkeys(_merged(one, each, facts.world)):
+        for cause in dict.fromkeys(_merged(one, each, facts)):
             found.setdefault((cause.rule, cause.why.partition(":")[0]), []).append((cause, one.name))
     turned = any(rule in ("prove.direction", "prove.clipped-scaled") for rule, _ in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
@@ -443,18 +454,6 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for every in found.values()
         if not (every[0][0].rule == "prove.direction" and facts.clip is not None and facts.clip.early)
     )
-
-
-def by_hand(facts: ProofFacts) -> bool:
-    """Return whether micro-batches were cleared, and no gradient is a sum of those after them.
-
-    A program that clips or projects each micro-batch's gradients puts them together itself, and clears between, or asks
-    for them by ``torch.autograd.grad``.
-    """
-    if facts.asked and any(cause.rule in BY_HAND for cause, _ in causes(facts)):
-        return True
-    told = [names for cause, names in causes(facts) if cause.rule == "prove.direction"]
-    return facts.cleared > 0 and [len(names) for names in told] == [len(facts.gradients)]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:
@@ -478,12 +477,12 @@ def _of_some(cause: Cause, right: bool) -> Cause:
     return cause
 
 
-def _merged(one: GradientProof, each: list[Cause | None], world: int) -> list[Cause]:
+def _merged(one: GradientProof, each: list[Cause | None], facts: ProofFacts) -> list[Cause]:
     """The causes of all replicas of one parameter, those of one rank's alone in one word."""
     there = [cause for cause in each if cause is not None and not cause.group]
     if parts := list(dict.fromkeys(cause for cause in each if cause is not None and cause.group)):
         over = " and over ranks ".join(dict.fromkeys(spans(cause.group) for cause in parts))
-        there.append(evolve(parts[0], why=f"averaged over ranks {over} alone, {len(parts[0].group)} of {world}"))
+        there.append(evolve(parts[0], why=f"averaged over ranks {over} alone, {len(parts[0].group)} of {facts.world}"))
     alone = [
         (cause, holder) for cause, holder in zip(each, one.holders, strict=False) if cause and cause.rank is not None
     ]
@@ -497,4 +496,5 @@ def _merged(one: GradientProof, each: list[Cause | None], world: int) -> list[Ca
         why += "" if everywhere else f", on rank {spans(tuple(holder for _, holder in alone))}"
     ratio = alone[0][0].ratio
     rest = [cause for cause in there if cause.rank is None]
-    return [Cause("prove.not-averaged", why, ratio), *rest]
+    past = why == OWN and facts.wrapper
+    return [Cause("prove.past-wrapper" if past else "prove.not-averaged", why, ratio), *rest]

@@ -9,11 +9,12 @@ from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
     BY_EACH_RANK,
-    BY_HAND,
+    BY_THE_RANKS,
     OF_ITS_PART,
+    OTHER_ON_EACH,
+    OWN,
     Cause,
     aim_of,
-    by_hand,
     causes,
     counts,
     kinds,
@@ -21,12 +22,37 @@ from prepkit.rules.run.proof_causes import (
     norm,
 )
 
+BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
+"""Rules about what a program that puts gradients together itself may mean."""
 ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
 _ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
 _REACHES = "Look for a .detach() or a no_grad() between the model and its loss."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
+_WRAP = (
+    "Wrap the model before its optimizer is made, and call the wrapper: model = torch.nn.parallel."
+    "DistributedDataParallel(model)."
+)
+_AS_OTHERS = "Average those too, as the others, behind the last backward: dist.all_reduce(param.grad), and divide."
+_TIMES_RANKS = "Multiply the loss by the ranks, dist.get_world_size(), over which the wrapper averages."
+_NOWHERE = "Divide by the accumulation in one place, and by the ranks in none: the wrapper averages over them."
+_ONE_SEED = (
+    "Draw what is added to gradients from a torch.Generator with one seed on all ranks, or send rank 0's: "
+    "dist.broadcast(param.grad, src=0); and decide on all ranks alike what is cut or left out."
+)
+
+
+def by_hand(facts: ProofFacts) -> bool:
+    """Return whether micro-batches were cleared, and no gradient is a sum of those after them.
+
+    A program that clips or projects each micro-batch's gradients puts them together itself, and clears between, or asks
+    for them by ``torch.autograd.grad``.
+    """
+    if facts.asked and any(cause.rule in BY_HAND for cause, _ in causes(facts)):
+        return True
+    told = [names for cause, names in causes(facts) if cause.rule == "prove.direction"]
+    return facts.cleared > 0 and [len(names) for names in told] == [len(facts.gradients)]
 
 
 def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
@@ -38,10 +64,11 @@ def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
             ratio = f"{cause.ratio:{'.3f' if cause.ratio < 1e6 else '.3g'}} x what they should be" if shows else ""
             angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g}, off by {cause.off:.2g} of it)"
             why = cause.why + (angle if rule == "prove.direction" else "")
+            why += ", and no wrapper holds the model" if cause.why == OWN and facts.raw else ""
             said = ": ".join(part for part in (ratio, why) if part)
             line = f" ({', '.join(facts.lines)})" if facts.lines else ""
             where = "gradients" if who.startswith("All") else at(names[0])
-            yield Hit(where, f"{who} {said}{_early(rule, facts)}{line}.", _instead(rule, cause, facts))
+            yield Hit(where, f"{who} {said}{_early(rule, facts)}{line}.", _instead(rule, cause, names, facts))
 
 
 def _early(rule: str, facts: ProofFacts) -> str:
@@ -51,7 +78,7 @@ def _early(rule: str, facts: ProofFacts) -> str:
     return stepped if rule == "prove.not-averaged" and micros < meant else ""
 
 
-def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
+def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts) -> str:
     """What to do where that is not what the rule says in general."""
     if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
         return "Clip once the gradients are averaged, by one norm of all of them."
@@ -64,6 +91,14 @@ def _instead(rule: str, cause: Cause, facts: ProofFacts) -> str:
         return (
             "Let the last backward reduce: set_requires_gradient_sync(True), no no_sync(); clear after the step alone."
         )
+    if rule == "prove.not-averaged" and facts.raw and cause.why == OWN:
+        return _WRAP if len(names) == len(facts.gradients) else _AS_OTHERS
+    if cause.why.startswith(BY_THE_RANKS):
+        return _TIMES_RANKS
+    if rule == "prove.accumulation" and "average is taken too" in cause.why:
+        return _NOWHERE
+    if cause.why == OTHER_ON_EACH:
+        return _ONE_SEED
     if _early(rule, facts):
         return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
     if rule == "prove.direction" and cause.cosine > ALMOST:
@@ -87,10 +122,31 @@ def _those(names: tuple[str, ...], facts: ProofFacts) -> str:
 def past_wrapper(facts: ProofFacts) -> Iterator[Hit]:
     """Losses that no output of the wrapper is in."""
     for cause, names in causes(facts):
-        if cause.rule == "prove.past-wrapper":
+        which = "all gradients" if len(names) == len(facts.gradients) else some(names)
+        if cause.rule == "prove.past-wrapper" and not facts.beside:
+            line = f" ({', '.join(facts.lines)})" if facts.lines else ""
+            said = f"What `{facts.wrapper}` wraps, or a part of it, was called in its place{line}"
+            yield Hit("gradients", f"{said}: {which} are each rank's own, and nobody averages them.")
+        elif cause.rule == "prove.past-wrapper":
             said = f"A loss that no output of `{facts.wrapper}` is in went {', '.join(facts.beside)}"
-            which = "all gradients" if len(names) == len(facts.gradients) else some(names)
             yield Hit("gradients", f"{said}: what it adds to {which} is each rank's own, and nobody averages it.")
+
+
+def written(facts: ProofFacts) -> Iterator[str]:
+    """Yield what is to be said of gradients that the program has changed behind the backward, alike on all ranks.
+
+    That is a rule of its own (noise, signs), of which nobody can say that it is wrong.
+    """
+    if not any(one.before for one in facts.gradients):
+        return
+    told, aim = {name for _, names in causes(facts) for name in names}, aim_of(facts)
+    changed = [one.name for one in facts.gradients if one.name not in told and aim.as_left(one)]
+    if changed:
+        where = " alike on all ranks" if facts.world > 1 else ""
+        said = (
+            f"Backward has left {count(len(changed), 'gradient')} as they should be, and the program has changed them"
+        )
+        yield f"{said} since{where}: {some(changed)}; taken as meant, as noise or a rule of its own"
 
 
 def micro_batch(facts: ProofFacts) -> Iterator[Hit]:
@@ -141,6 +197,7 @@ def clipped(facts: ProofFacts) -> Iterator[Hit]:
         or facts.beside
         or facts.first_apart
         or not facts.gradients
+        or list(written(facts))
     ):
         return
     length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))

@@ -12,9 +12,10 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, by_hand, causes, counts, kinds, mean, norm, steps_apart
+from prepkit.rules.run.proof_causes import MARGIN, causes, counts, kinds, mean, norm, steps_apart
 from prepkit.rules.run.proof_gradients import (
     added_up,
+    by_hand,
     clipped,
     gradients,
     made_otherwise,
@@ -25,6 +26,7 @@ from prepkit.rules.run.proof_gradients import (
     past_wrapper,
     unlike_losses,
     weights_by_rank,
+    written,
 )
 
 _REPEATS = (
@@ -210,7 +212,7 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     elif later := [name for name in facts.later if name not in dict(facts.undone)]:
         said = f"Behind the step something has changed {count(len(later), 'weight')}"
         yield Hit("proof", f"{said}: {some(later)}. What they have become was not compared.")
-    for limit in (*facts.limits, *added_up(facts)):
+    for limit in (*facts.limits, *added_up(facts), *written(facts)):
         yield Hit("proof", f"{limit}.")
     if facts.cleared and not (facts.wasted or by_hand(facts)):
         were = f"Gradients of {count(facts.cleared, 'micro-batch')} of a rank were cleared before any step"

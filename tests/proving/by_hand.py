@@ -1,0 +1,295 @@
+"""Programs that reach for weights and gradients themselves: return weights, write gradients, call what is wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from tests.proving.unusual import seeded, trained
+from tests.proving.window import DDP, WIDTH, Net, Window, adam, loop, loss_of, micros, net
+
+# --- what a model returns ---------------------------------------------------------------------------------------------
+
+
+class Weighs(Net):
+    """Returns how far it trusts its loss, which it learns (uncertainty weighting), in whatever ``put`` makes."""
+
+    def __init__(self, put: Callable[[Tensor, Tensor], Any] = lambda out, spread: (out, spread)) -> None:
+        super().__init__()
+        self.log_sigma, self.put = nn.Parameter(torch.linspace(0.1, 0.4, 4)), put
+
+    def forward(self, x: Tensor) -> Any:
+        return self.put(super().forward(x), self.log_sigma)
+
+
+def uncertain(out: Tensor, spread: Tensor, y: Tensor) -> Tensor:
+    return (functional.cross_entropy(out, y, reduction="none") * torch.exp(-spread[y]) + spread[y]).mean()
+
+
+def a_weight_that_is_returned(rank: int, world: int) -> Window:
+    model = DDP(seeded(Weighs))
+    return trained(model, loss=lambda model, batch: uncertain(*model(batch[0]), batch[1]))
+
+
+@define
+class Found:
+    out: Tensor
+    spread: Tensor
+
+
+def a_weight_in_a_mapping(rank: int, world: int) -> Window:
+    model = DDP(seeded(lambda: Weighs(lambda out, spread: {"out": out, "again": [spread, out], "spread": spread})))
+    return trained(
+        model, loss=lambda model, batch: uncertain(*(model(batch[0])[key] for key in ("out", "spread")), batch[1])
+    )
+
+
+def a_weight_in_an_object(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        found = model(batch[0])
+        return uncertain(found.out, found.spread, batch[1])
+
+    return trained(DDP(seeded(lambda: Weighs(Found))), loss=loss)
+
+
+class Gives(Net):
+    def forward(self, x: Tensor) -> Any:
+        return torch.distributions.Categorical(logits=super().forward(x))
+
+
+def a_distribution_that_is_returned(rank: int, world: int) -> Window:
+    """An object of a class that neither torch's trees nor dataclasses know."""
+    return trained(DDP(seeded(Gives)), loss=lambda model, batch: -model(batch[0]).log_prob(batch[1]).mean())
+
+
+class Tied(nn.Module):
+    """Uses a matrix itself, and returns it, a view of it, a buffer and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner = nn.Linear(WIDTH, 8), nn.Linear(8, 8)
+        self.table = nn.Parameter(0.3 * torch.randn(8, 8))
+        self.register_buffer("offset", torch.linspace(0, 1, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(self.enter(x)) @ self.table
+        return self.inner(hidden), hidden, self.table, self.table[:4], self.offset, x
+
+
+def _tied(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    out, hidden, table, rows, offset, x = model(batch[0])
+    more = hidden.square().mean() + 0.1 * (x @ x.T).tanh().mean()
+    return functional.cross_entropy((out + offset) @ table.T @ rows.T, batch[1]) + more
+
+
+def a_matrix_that_is_used_and_returned(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Tied)), loss=_tied)
+
+
+class Hidden(Net):
+    """Returns what its output is computed from too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = self.blocks[0](self.enter(x))
+        return self.head(self.blocks[1](hidden)), hidden
+
+
+def activations_that_are_returned_through_the_sink_of_ddp(rank: int, world: int) -> Window:
+    """Which hands each output on as a tensor of its own."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        out, hidden = model(batch[0])
+        return functional.cross_entropy(out, batch[1]) + 0.1 * hidden.square().mean()
+
+    return trained(DDP(seeded(Hidden), find_unused_parameters=True), loss=loss)
+
+
+def inputs_that_are_returned_with_their_gradients(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Tied)), loss=lambda model, batch: _tied(model, (batch[0].requires_grad_(), batch[1])))
+
+
+def two_calls_and_one_loss_of_a_weight(rank: int, world: int) -> Window:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        (out, spread), (other, again) = model(batch[0]), model(-batch[0])
+        return uncertain(out, spread, batch[1]) + uncertain(other, again, batch[1])
+
+    return trained(DDP(seeded(Weighs)), loss=loss)
+
+
+def a_weight_that_is_returned_and_tripled(rank: int, world: int) -> Window:
+    model = DDP(seeded(Weighs))
+    model.module.log_sigma.register_hook(lambda grad: 3 * grad)
+    return trained(model, loss=lambda model, batch: uncertain(*model(batch[0]), batch[1]))
+
+
+# --- what is written into gradients -----------------------------------------------------------------------------------
+
+
+def _noise(seed: int, model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad += 0.02 * torch.randn(param.shape, generator=generator)
+
+
+def the_same_noise_on_all_ranks(rank: int, world: int) -> Window:
+    """As of a private optimizer, whose seed all ranks have."""
+    return trained(DDP(net()), then=lambda model: _noise(7, model))
+
+
+def the_same_noise_behind_a_clipping(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        _noise(7, model)
+
+    return trained(DDP(net()), then=then)
+
+
+def the_same_noise_before_a_clipping(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        _noise(7, model)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    return trained(DDP(net()), then=then)
+
+
+def signs_behind_the_backward_under_fsdp2(rank: int, world: int) -> Window:
+    def then(model: nn.Module) -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.sign_()
+
+    return trained(fully_shard(net()), then=then)
+
+
+def the_same_noise_on_scaled_gradients(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer, scaler = adam(model), torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def train() -> None:
+        for batch in micros(2):
+            scaler.scale(loss_of(model, batch) / 2).backward()
+        scaler.unscale_(optimizer)
+        _noise(7, model)
+        scaler.step(optimizer)
+
+    return Window(model, train)
+
+
+def other_noise_on_each_rank(rank: int, world: int) -> Window:
+    return trained(DDP(net()), then=lambda model: _noise(rank, model))
+
+
+def noise_over_gradients_that_a_hook_has_halved(rank: int, world: int) -> Window:
+    """What backward has left was wrong already."""
+    model = DDP(net())
+    model.module.blocks[0].inner.weight.register_hook(torch.sign)
+    return trained(model, then=lambda model: _noise(7, model))
+
+
+# --- who is called ----------------------------------------------------------------------------------------------------
+
+
+def _clips(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def what_is_wrapped_is_called(rank: int, world: int) -> Window:
+    model = DDP(net())
+    return Window(None, lambda: trained(model.module).train())
+
+
+def what_is_wrapped_is_called_and_clipped(rank: int, world: int) -> Window:
+    model = DDP(net())
+    return Window(None, lambda: trained(model.module, then=_clips).train())
+
+
+def never_wrapped_and_clipped(rank: int, world: int) -> Window:
+    return Window(None, trained(net(), then=_clips).train)
+
+
+def a_part_of_what_is_wrapped_is_called(rank: int, world: int) -> Window:
+    """Each rank trains the blocks alone, by a loss of their own."""
+    model = DDP(net())
+    optimizer = adam(model.module.blocks[0])
+
+    def train() -> None:
+        for x, _ in micros(2):
+            (model.module.blocks[0](x).square().mean() / 2).backward()
+        optimizer.step()
+
+    return Window(None, train)
+
+
+# --- by what it is divided --------------------------------------------------------------------------------------------
+
+
+def sums_divided_by_the_samples_of_all_ranks_under_ddp(rank: int, world: int) -> Window:
+    """And not multiplied by the ranks, over which DDP averages; ranks and micro-batches are as many."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, y in micros(2):
+            (functional.cross_entropy(model(x), y, reduction="sum") / 24).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def sums_of_ragged_samples_divided_by_all_under_ddp(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for size, (x, y) in zip(((4, 2), (3, 1))[rank], micros(2), strict=True):
+            (functional.cross_entropy(model(x[:size]), y[:size], reduction="sum") / 10).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def means_divided_by_ranks_and_micro_batches(rank: int, world: int) -> Window:
+    model = DDP(net())
+    optimizer = adam(model)
+    return Window(model, lambda: loop(model, optimizer, by=4))
+
+
+RIGHT_BY_HAND = (
+    a_weight_that_is_returned,
+    a_weight_in_a_mapping,
+    a_weight_in_an_object,
+    a_distribution_that_is_returned,
+    a_matrix_that_is_used_and_returned,
+    activations_that_are_returned_through_the_sink_of_ddp,
+    inputs_that_are_returned_with_their_gradients,
+    two_calls_and_one_loss_of_a_weight,
+    the_same_noise_on_all_ranks,
+    the_same_noise_behind_a_clipping,
+    the_same_noise_before_a_clipping,
+    signs_behind_the_backward_under_fsdp2,
+    the_same_noise_on_scaled_gradients,
+)
+ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
+    (a_weight_that_is_returned_and_tripled, "prove.ratio", "(`log_sigma`) are 3.000 x"),
+    (
+        other_noise_on_each_rank,
+        "prove.direction",
+        "the program has changed them since, other on each rank",
+    ),
+    (noise_over_gradients_that_a_hook_has_halved, "prove.direction", "(`blocks.0.inner.weight`) are no sum"),
+    (what_is_wrapped_is_called, "prove.past-wrapper", "called in its place"),
+    (what_is_wrapped_is_called_and_clipped, "prove.past-wrapper", "called in its place"),
+    (a_part_of_what_is_wrapped_is_called, "prove.past-wrapper", "called in its place"),
+    (never_wrapped_and_clipped, "prove.not-averaged", "and no wrapper holds the model"),
+    (sums_divided_by_the_samples_of_all_ranks_under_ddp, "prove.averaged-twice", "or twice by the accumulation (2)"),
+    (sums_of_ragged_samples_divided_by_all_under_ddp, "prove.averaged-twice", "divided by the samples of all ranks"),
+    (means_divided_by_ranks_and_micro_batches, "prove.accumulation", "or by the 2 ranks, whose average is taken too"),
+)
+"""Each with its rule and a word of its text."""
