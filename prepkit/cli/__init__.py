@@ -256,13 +256,14 @@ def _verdicts(
         note = PlanRejected((unasked(config, f"--model {model}"),))
         line = str if err else lines_in(config)
         cli_refusal.refuse((refused, note), as_json, err=err, line=line, data=data_in(config))
-    envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
-    how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
+    envs, weights = cluster.envs(imported), imported.config.weights
+    how = weights if isinstance(weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((refused, facts), as_json, err=err, data=data_in(config))
-    verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
-    return tuple(placed(verdict, imported, refused) for verdict in verdicts)
+    every = (evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders) for env in envs)
+    asked = ((cluster.with_optimizer(imported.for_size(one.env.world_size)), one) for one in every)
+    return tuple(placed(judge(cfg, one), imported, refused) for cfg, one in asked)
 
 
 def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:

@@ -392,7 +392,7 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: Mapping[int,
     envs = _environments(cluster, imported, sizes)
     model, absent, wrong = _named_model(one, imported)
     checked = Checked(found=one, named=imported.named, model=imported.model or "", absent=absent)
-    configs = (imported.at.get(env.world_size if "world_size" in known else 0, imported.config) for env, known in envs)
+    configs = (imported.for_size(env.world_size if "world_size" in known else None) for env, known in envs)
     meant = tuple(map(cluster.with_optimizer, configs))
     every = tuple(ask(config, *known, model) for config, known in zip(meant, envs, strict=True))
     asked = meant[0]

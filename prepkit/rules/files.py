@@ -185,6 +185,13 @@ FILES: tuple[Rule, ...] = (
         lawful="the file may lie where it runs",
     ),
     _import(
+        id="import.fork-key",
+        summary="An imported config has no key that only a fork of its library would read.",
+        fix="Remove the key where no fork is meant.",
+        severity=Severity.WARNING,
+        lawful="a fork of that library may read it",
+    ),
+    _import(
         id="import.missing-file",
         summary="A file that an imported config points to is there.",
         fix="Give its path, from where you are or from the file that points to it.",

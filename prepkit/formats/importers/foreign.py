@@ -16,7 +16,7 @@ from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.facts.env import MOST_RANKS
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.findings.keywords import ELSEWHERE, unknown_key_fix
+from prepkit.findings.keywords import meant_key, unknown_key_fix
 from prepkit.findings.text import near
 from prepkit.formats.importers.positions import LineColumn, plain_json, positions
 from prepkit.formats.importers.source import JSON, Imported, Source, read
@@ -333,11 +333,11 @@ class Foreign:
         """Keys at the top that nobody has asked for."""
         return tuple(str(key) for key in self.data if str(key) not in self._read)
 
-    def unlike(self, sections: Sequence[str]) -> tuple[str, ...]:
-        """Keys of sections that nobody has asked for, and that are near to none that somebody has."""
-        known = self.known()
-        paths = (key for key in self.keys() if key.partition(".")[0] in sections and key not in self._read)
-        return tuple(path for path in paths if not near(path, known, 1, ELSEWHERE))
+    def unlike(self) -> tuple[str, ...]:
+        """Keys and sections that nobody has asked for, and that are near to none that somebody has."""
+        known, read = self.known(), self._read
+        unasked = (key for key, section in self._walk() if key not in read and (not section or section in read))
+        return tuple(key for key in unasked if not meant_key(key, known))
 
     def known(self) -> tuple[str, ...]:
         """Keys that were asked for, be they there or not."""
