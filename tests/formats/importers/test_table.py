@@ -125,8 +125,10 @@ def test_no_importer_hides_another_by_its_marks() -> None:
         ),
         (
             "torchtitan",
-            "parallelism = {{tensor_parallel_degree = 2, data_parallel_shard_degree = 2147483647, "
-            "tensor_paralel_degree = {}}}\n",
+            (
+                "parallelism = {{tensor_parallel_degree = 2, data_parallel_shard_degree = 2147483647, "
+                "tensor_paralel_degree = {}}}\n"
+            ),
             "parallelism.data_parallel_shard_degree",
         ),
     ],
