@@ -219,6 +219,7 @@ FILES: tuple[Rule, ...] = (
         id="import.wrong-type",
         summary="Every value of an imported config has the type that its library takes.",
         fix="Write the type that the finding names.",
+        milder="where another of its readers takes it for what it should be",
     ),
     _import(
         id="import.wrong-value",
