@@ -79,8 +79,7 @@ class Drawer:
         self.kinds = dict(_kinds(self.config_class, ()))
         source = inspect.getsource(sys.modules[self.model_class.__module__])
         for name in sorted(set(EXTRA.findall(source))):
-            known = (name,) in self.kinds or name in self.config_class.attribute_map or hasattr(self.config_class, name)
-            if HEAD_DIM.search(name) and not known:
+            if HEAD_DIM.search(name) and (name,) not in self.kinds and name not in self.config_class.attribute_map:
                 self.kinds[name,] = "int | None"
 
     @property
@@ -204,7 +203,6 @@ SIZES: tuple[tuple[re.Pattern[str], Sequence[int]], ...] = (
     (HEAD_DIM, range(16, 113, 8)),
     (re.compile(r"(?<!shared_)experts$"), (4, 8, 12, 16, 20)),
     (re.compile(r"per_tok|top_?k|n_group|topk_group|experts_per"), (1, 2)),
-    (re.compile(r"^num_ln_"), (1, 2)),
     (re.compile(r"^image_size$"), (96, 192, 288, 384)),
     (re.compile(r"^patch_size$"), (8, 16, 32)),
 )

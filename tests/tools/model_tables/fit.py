@@ -32,9 +32,6 @@ FEW = 64
 FEWEST = 6
 """Probes on each side of a condition that divides sizes: fewer fit by chance."""
 
-DEEPEST = 5
-"""Conditions in each other, at most."""
-
 LAST = -1
 """Depth at which sums of three terms are tried, and nothing is divided."""
 
@@ -370,31 +367,7 @@ class _Base:
             return found
         if (found := self._three(~target)) is not None:
             return f"not ({found})"
-        return self._tree(target, np.ones(len(target), dtype=bool), DEEPEST)
-
-    def _tree(self, target: Any, inside: Any, depth: int) -> str:
-        """Conditions in each other, that which parts the places best first. Raises ``Unsolved`` below the deepest."""
-        texts, masks = self._every_test()
-        wanted = target & inside
-        if not wanted.any() or (wanted == inside).all():
-            return str(bool(wanted.any()))
-        if not depth:
-            raise Unsolved(f"a condition true at {int(target.sum())} of {len(target)} places")
-        place = int(np.argmin(_left(masks & inside, wanted) + _left(~masks & inside, wanted)))
-        yes, no = (self._tree(target, inside & side, depth - 1) for side in (masks[place], ~masks[place]))
-        test = f"({texts[place]})"
-        match yes, no:
-            case "True", "False":
-                return test
-            case "True", _:
-                return f"{test} or ({no})"
-            case _, "False":
-                return f"{test} and ({yes})"
-            case "False", _:
-                return f"(not {test}) and ({no})"
-            case _, "True":
-                return f"(not {test}) or ({yes})"
-        return f"({yes}) if {test} else ({no})"
+        raise Unsolved(f"a condition true at {int(target.sum())} of {len(target)} places")
 
     def _three(self, target: Any) -> str | None:
         """One of two things, each of which may be that two hold together; over the simplest conditions."""
@@ -423,14 +396,6 @@ class _Base:
             self._cache["tests"] = texts, np.stack(masks) if masks else None
         held: tuple[list[str], Any] = self._cache["tests"]
         return held
-
-
-def _left(sides: Any, wanted: Any) -> Any:
-    """How unsure it is in each of these sets of places whether a place is wanted: entropy times their number."""
-    count = sides.sum(axis=1).astype(float)
-    share = (sides & wanted).sum(axis=1) / np.maximum(count, 1.0)
-    parts = (np.clip(part, 1e-12, 1.0) for part in (share, 1.0 - share))
-    return -count * sum(part * np.log(part) for part in parts)
 
 
 def _in(text: str) -> str:
