@@ -192,11 +192,10 @@ def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: s
 
 
 def _refused(file: str, refused: PlanRejected | None, given: str) -> Verdict:
-    from prepkit.cli.examined import unasked
     from prepkit.cli.verdict import Verdict
 
     said = refused.findings if refused else ()
-    return Verdict(world_size=1, plan=None, findings=(*said, unasked(file, given)))
+    return Verdict(world_size=1, plan=None, findings=(*said, cli_refusal.unasked(file, given)))
 
 
 def _tell(verdicts: tuple[Verdict, ...], as_json: bool, file: str = "") -> NoReturn:
@@ -251,18 +250,17 @@ def _verdicts(
     if refused is not None and _is_plan(config):
         raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
     if imported is None:
-        from prepkit.cli.examined import unasked
-
-        note = PlanRejected((unasked(config, f"--model {model}"),))
+        note = PlanRejected((cli_refusal.unasked(config, f"--model {model}"),))
         line = str if err else lines_in(config)
         cli_refusal.refuse((refused, note), as_json, err=err, line=line, data=data_in(config))
-    envs, cfg = cluster.envs(imported), cluster.with_optimizer(imported.config)
-    how = cfg.weights if isinstance(cfg.weights, LoadWeights) else None
+    envs, weights = cluster.envs(imported), imported.config.weights
+    how = weights if isinstance(weights, LoadWeights) else None
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
     if isinstance(facts, PlanRejected):
         cli_refusal.refuse((refused, facts), as_json, err=err, data=data_in(config))
-    verdicts = (judge(cfg, evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)) for env in envs)
-    return tuple(placed(verdict, imported, refused) for verdict in verdicts)
+    every = (evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders) for env in envs)
+    asked = ((cluster.with_optimizer(imported.for_size(one.env.world_size)), one) for one in every)
+    return tuple(placed(judge(cfg, one), imported, refused) for cfg, one in asked)
 
 
 def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:
@@ -280,9 +278,8 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
     loaded = cli_refusal.attempt(lambda: codec.load_plan(file))
     if isinstance(loaded, PlanRejected):
         from prepkit.cli.check import data_in
-        from prepkit.cli.examined import unasked
 
-        cli_refusal.refuse((loaded, PlanRejected((unasked(file),))), as_json, err=False, data=data_in(file))
+        cli_refusal.refuse((loaded, PlanRejected((cli_refusal.unasked(file),))), as_json, err=False, data=data_in(file))
     if cluster.envs() != (None,) or cluster.declared_loaders or cluster.optimizer is not None:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)

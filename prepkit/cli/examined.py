@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 MISSING = "import.missing-file"
 """The rule of files that others name, and that are not here."""
-UNASKED = "config.unasked"
-"""The rule of files whose errors hide what they mean."""
 _RATE = 1e-3
 """A rate of learning, which costs nothing."""
 
@@ -111,8 +109,11 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
 
 
 def _made_before(checked: Checked, scripts: tuple[Script, ...]) -> Checked:
-    """The file without errors about others that are not here and that a script makes: whether it has, its run tells."""
-    made = {}
+    """The file without errors about others that are not here and that a script makes: whether it has, its run tells.
+
+    Where no other error is left, what was not asked is told as that one thing, of which nothing is to be corrected.
+    """
+    made: dict[_Placed, _Placed] = {}
     for place, finding in checked.findings:
         name = _NO_FILE.match(finding.what) if finding.rule == MISSING else None
         by = next((script.path for script in scripts if name and makes(script, name[1])), None)
@@ -120,8 +121,16 @@ def _made_before(checked: Checked, scripts: tuple[Script, ...]) -> Checked:
             later = f"{name[1]} is not here, and {by} may make it before it is read"
             note = evolve(_not_here(finding.where, name[1]), what=later, severity=Severity.NOTE)
             made[place, finding] = place, note
-    kept = tuple(pair for pair in checked.findings if pair not in made)
-    return evolve(checked, findings=kept, beyond=(*checked.beyond, *made.values())) if made else checked
+    rest = evolve(checked, findings=tuple(pair for pair in checked.findings if pair not in made))
+    told = tuple(made.values())
+    if told and not rest.wrong and any(finding.rule == cli_refusal.UNASKED for _, finding in rest.beyond):
+        known = tuple(pair for pair in rest.beyond if pair[1].rule != cli_refusal.UNASKED)
+        (place, note), fix = told[0], f"Check it where it is made: prepkit check {checked.found.path}"
+        what = f"{note.what}, so that no rule was asked about it"
+        return evolve(
+            rest, beyond=(*known, (place, rules.found(cli_refusal.UNASKED, note.where, what, fix)), *told[1:])
+        )
+    return evolve(rest, beyond=(*rest.beyond, *told))
 
 
 _NO_FILE = re.compile(r"there is no file (\S+),")
@@ -362,21 +371,8 @@ def _unread(one: Found, said: tuple[Finding, ...]) -> Checked:
     placed = _placed(one, said)
     checked = _sorted(Checked(found=one), placed)
     wrong = (place for place, finding in placed if finding.severity is Severity.ERROR and place.file == one.path)
-    note = unasked(one.path, told=checked.wrong)
+    note = cli_refusal.unasked(one.path, told=checked.wrong)
     return evolve(checked, beyond=(*checked.beyond, (next(wrong, FilePlace(one.path, 1, 1)), note)))
-
-
-def unasked(path: str, words: str = "", *, told: bool = True) -> Finding:
-    """The verdict about a file whose errors hide what it means; ``words`` are those of the command that asked.
-
-    Not ``told``: nothing in it is wrong for its library, and it asks for what prepkit does not do.
-    """
-    again = " ".join(filter(None, ("prepkit check", path, words)))
-    if told:
-        what, fix = "what it means is not known while its errors stand", f"Correct its errors, then: {again}"
-    else:
-        what, fix = "it asks for what prepkit does not do", "Run prepkit audit SCRIPT, where it trains."
-    return rules.found("config.unasked", path, f"{what}, so that no rule was asked about it", fix)
 
 
 @frozen
@@ -392,7 +388,7 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: Mapping[int,
     envs = _environments(cluster, imported, sizes)
     model, absent, wrong = _named_model(one, imported)
     checked = Checked(found=one, named=imported.named, model=imported.model or "", absent=absent)
-    configs = (imported.at.get(env.world_size if "world_size" in known else 0, imported.config) for env, known in envs)
+    configs = (imported.for_size(env.world_size if "world_size" in known else None) for env, known in envs)
     meant = tuple(map(cluster.with_optimizer, configs))
     every = tuple(ask(config, *known, model) for config, known in zip(meant, envs, strict=True))
     asked = meant[0]

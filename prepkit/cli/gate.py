@@ -19,7 +19,7 @@ import click
 from prepkit import codec, rules
 from prepkit.cli import plan_files as cli_files
 from prepkit.cli.check import about, line_of, placed_data
-from prepkit.cli.examined import UNASKED, examined
+from prepkit.cli.examined import examined
 from prepkit.cli.options import Cluster, cluster_options, kind_option, policy_option
 from prepkit.cli.terminal import say, say_json
 from prepkit.findings import Finding, PlanRejected, Severity
@@ -117,7 +117,7 @@ def _gathered(
         crashed = [pair for pair in one.findings if pair[1].rule == CRASHED]
         stopped += crashed
         every += () if crashed else one.findings
-        every += (pair for pair in one.beyond if pair[1].rule == UNASKED)
+        every += (pair for pair in one.beyond if pair[1].rule == cli_files.UNASKED)
         own, wrong = exceptions.comments(one.found.path, _text(one.found.path))
         exempt += own
         every += wrong
@@ -316,11 +316,13 @@ def junit(findings: tuple[_Placed, ...], excepted: tuple[_Placed, ...] = ()) -> 
     It was skipped where the error is excepted, and where it says that nothing could be asked.
     """
     failed = sum(finding.severity is Severity.ERROR for _, finding in findings)
-    skipped = len(excepted) + sum(finding.rule == UNASKED for _, finding in findings)
+    skipped = len(excepted) + sum(finding.rule == cli_files.UNASKED for _, finding in findings)
     count = len(findings) + len(excepted)
     lines = [f'<testsuite name="prepkit" tests="{count}" failures="{failed}" skipped="{skipped}">']
     for place, finding in findings:
-        kind = "failure" if finding.severity is Severity.ERROR else "skipped" if finding.rule == UNASKED else ""
+        kind = (
+            "failure" if finding.severity is Severity.ERROR else "skipped" if finding.rule == cli_files.UNASKED else ""
+        )
         message = _quoted(_with_fix(finding))
         lines.append(_case(place, finding, f"<{kind} message={message}/>" if kind else ""))
     lines += (_case(place, finding, f"<skipped message={_quoted(finding.origin)}/>") for place, finding in excepted)

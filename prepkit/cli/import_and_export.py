@@ -6,6 +6,7 @@ import os
 import sys
 
 import click
+from attrs import evolve
 
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import FILE, MOST, as_json, kind_option
@@ -32,10 +33,15 @@ def _variables() -> Imported | PlanRejected:
 @click.command("import", short_help="Read another library's config.")
 @click.argument("config", type=FILE, required=False)
 @kind_option
+@click.option(
+    "--world-size", "size", type=click.IntRange(1, MOST), help="Processes in all, where CONFIG leaves them open."
+)
 @click.option("--env", is_flag=True, help="Read the variables that accelerate launch sets, in place of a file.")
 @click.option("-o", "--output", help="Config file of prepkit to write: .toml, .yaml or .json.")
 @as_json
-def import_command(config: str | None, kind: str | None, env: bool, output: str | None, as_json: bool) -> None:
+def import_command(
+    config: str | None, kind: str | None, size: int | None, env: bool, output: str | None, as_json: bool
+) -> None:
     """Read another library's config, and show, or write, the same as a config of prepkit.
 
     Every setting says which key, line and column it was read from. Unknown keys, and keys that contradict each other or
@@ -50,6 +56,8 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
     imported = _variables() if config is None else read(config, kind)
     if isinstance(imported, PlanRejected):
         cli_refusal.refuse((imported,), as_json)
+    if size:
+        imported = evolve(imported, config=imported.for_size(size), world_size=size, at={})
     if output:
         text = cli_refusal.attempt(lambda: config_text(imported.config, output))
         if isinstance(text, PlanRejected):
@@ -60,6 +68,7 @@ def import_command(config: str | None, kind: str | None, env: bool, output: str 
             {
                 "kind": imported.kind,
                 "config": settings_of(imported.config),
+                "at": {str(one): settings_of(config) for one, config in imported.at.items()},
                 "declared": {
                     name: getattr(imported, name)
                     for name in ("world_size", "per_node", "device")
@@ -112,7 +121,9 @@ def export_command(
     size, node = world_size or imported.world_size, per_node or imported.per_node
     try:
         made = cli_refusal.attempt(
-            lambda: export_config(imported.config, to, output or "", world_size=size, per_node=node, partial=partial)
+            lambda: export_config(
+                imported.for_size(size), to, output or "", world_size=size, per_node=node, partial=partial
+            )
         )
     except OSError as error:
         raise click.UsageError(f"{output} cannot be written: {error.strerror}") from None

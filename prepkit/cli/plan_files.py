@@ -228,3 +228,20 @@ def refuse(
     else:
         say(findings_text(findings, line), err=err or wrong)
     sys.exit(2 if wrong else 1)
+
+
+UNASKED = "config.unasked"
+"""The rule of files whose errors hide what they mean."""
+
+
+def unasked(path: str, words: str = "", *, told: bool = True) -> Finding:
+    """The verdict about a file whose errors hide what it means; ``words`` are those of the command that asked.
+
+    Not ``told``: nothing in it is wrong for its library, and it asks for what prepkit does not do.
+    """
+    again = " ".join(filter(None, ("prepkit check", path, words)))
+    if told:
+        what, fix = "what it means is not known while its errors stand", f"Correct its errors, then: {again}"
+    else:
+        what, fix = "it asks for what prepkit does not do", "Run prepkit audit SCRIPT, where it trains."
+    return found(UNASKED, path, f"{what}, so that no rule was asked about it", fix)

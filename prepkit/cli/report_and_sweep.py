@@ -63,12 +63,11 @@ def sweep(
     as_json: bool,
 ) -> None:
     """Compare world sizes, meshes, engines and ZeRO stages for one model: what fits, what a rank holds and sends."""
-    from prepkit.cli.examined import unasked
     from prepkit.planner import sweep as table
 
     imported = cli_import.read(config, kind)
     if isinstance(imported, PlanRejected):  # before the model is imported, which may take a minute
-        cli_refusal.refuse((imported, PlanRejected((unasked(config),))), as_json)
+        cli_refusal.refuse((imported, PlanRejected((cli_refusal.unasked(config),))), as_json)
     cfg, env = cluster.with_optimizer(imported.config), cluster.envs(imported)[0]
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, env))
     if isinstance(facts, PlanRejected):

@@ -234,7 +234,8 @@ def _side(folder: Path, name: str, plans: Plans, cluster: Cluster) -> Side | Non
     read = cli_import.read(str(path), one.kind or None)
     if isinstance(read, PlanRejected):
         return Side(refused=refused or _lines(read.findings, folder))
-    config, starts = evolve(read.config, origins=()), _started(read, cluster)
+    env, starts = cluster.envs(read)[0], _started(read, cluster)
+    config = evolve(read.for_size(None if env is None else env.world_size), origins=())
     made = plans(name, config, read)
     if isinstance(made, PlanRejected):
         told = {finding.rule for finding in wrong}

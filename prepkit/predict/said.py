@@ -7,12 +7,14 @@ from typing import Any, Literal
 
 from prepkit import codec
 from prepkit.codec.field_types import kinds
+from prepkit.codec.languages import TAG
 from prepkit.config import Config, Engine
 from prepkit.config.optimizer import specs
 from prepkit.plan import Plan
 from prepkit.predict import predict
-from prepkit.resolve.deepspeed.data import look
+from prepkit.resolve.deepspeed.data import ZERO, data_of, look
 from prepkit.resolve.deepspeed.data import said as written
+from prepkit.steps import InitializeDeepSpeed
 
 BYTES = ("memory.for_certain", "memory.at_most", "memory.host", "traffic.sent", "traffic.between_nodes")
 """Paths whose values are bytes."""
@@ -60,8 +62,22 @@ def said(plan: Plan) -> dict[str, Any]:
         "traffic": {"sent": prediction.sent if known else None, "between_nodes": between},
         "warnings": [finding.rule for finding in plan.warnings],
         "overridden": [finding.rule for finding in plan.overridden],
-        "config": codec.to_data(plan.config),
+        "config": _config(plan),
     }
+
+
+def _config(plan: Plan) -> dict[str, Any]:
+    """The config as data; where DeepSpeed runs, with what its whole JSON says in the end, whichever file said it."""
+    data: dict[str, Any] = codec.to_data(plan.config)
+    step = next((one.step for one in plan.steps if isinstance(one.step, InitializeDeepSpeed)), None)
+    if step is None:
+        return data
+    own = data_of(step.settings)
+    away = {f"offload_{part}": look(own, f"{ZERO}.offload_{part}.device", "none") for part in ("optimizer", "param")}
+    data["engine"] |= {"stage": step.stage, "micro_batch": look(own, "train_micro_batch_size_per_gpu"), **away}
+    if data["optimizer"] is None and isinstance(made := own.get("optimizer"), dict):
+        data["optimizer"] = {TAG: made.get("type"), **look(made, "params", {})}
+    return data
 
 
 def _optimizer(plan: Plan) -> str | None:

@@ -185,6 +185,13 @@ FILES: tuple[Rule, ...] = (
         lawful="the file may lie where it runs",
     ),
     _import(
+        id="import.fork-key",
+        summary="An imported config has no key that only a fork of its library would read.",
+        fix="Remove the key where no fork is meant.",
+        severity=Severity.WARNING,
+        lawful="a fork of that library may read it",
+    ),
+    _import(
         id="import.missing-file",
         summary="A file that an imported config points to is there.",
         fix="Give its path, from where you are or from the file that points to it.",
@@ -212,6 +219,7 @@ FILES: tuple[Rule, ...] = (
         id="import.wrong-type",
         summary="Every value of an imported config has the type that its library takes.",
         fix="Write the type that the finding names.",
+        milder="where another of its readers takes it for what it should be",
     ),
     _import(
         id="import.wrong-value",

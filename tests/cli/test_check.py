@@ -140,6 +140,26 @@ def test_a_json_that_cannot_be_read_hides_what_the_file_that_names_it_means(of: 
     assert {one["rules_that_hold"] for one in data["files"] if one["file"] == "a.yaml"} == {0}
 
 
+def test_a_json_that_a_script_makes_is_one_finding_and_asks_for_no_correction(folder: Path) -> None:
+    Path("here").mkdir()
+    one = Path("here/a.yaml")
+    Path("here/run.sh").write_text("python make.py > ds.json\ntorchrun --nproc_per_node 8 train.py --config a.yaml\n")
+    one.write_text("output_dir: x\nmax_steps: 9\nlearning_rate: 0.1\ndeepspeed: ds.json\n")
+    data = json.loads(run("check", "here", "--json").stdout)
+    assert data["findings"] == []
+    assert [(note["rule"], note["file"], note["line"], note["what"]) for note in data["cannot_know"]] == [
+        (
+            *("config.unasked", "here/a.yaml", 4),
+            "ds.json is not here, and here/run.sh may make it before it is read, so that no rule was asked about it",
+        )
+    ]
+    gated = run("gate", "here").stdout
+    assert (gated.count("config.unasked"), "errors stand" in gated) == (1, False)
+    one.write_text(f"{one.read_text()}bf16: maybe\n")
+    told = [note["rule"] for note in json.loads(run("check", "here", "--json").stdout)["cannot_know"]]
+    assert sorted(told) == ["config.unasked", "import.missing-file"]  # one is to be corrected, the other is not here
+
+
 def test_what_a_trainer_is_started_with_is_its_config_whatever_its_keys(folder: Path) -> None:
     """LLaMA-Factory knows no extends, and refuses the file; nothing in it tells whose it is but who is given it."""
     Path("here").mkdir()

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -662,5 +663,42 @@ def test_ranks_that_tensor_parallelism_takes_all_of_leave_nothing_to_shard(
     line = f"torchrun --nproc_per_node={processes} -m torchtitan.train --job.config_file t.toml\n"
     Path("run.sh").write_text(line)
     assert json.loads(run("check", "run.sh", "--json").stdout)["findings"] == []
-    imported = import_config("t.toml")
-    assert type(imported.at.get(processes, imported.config).engine).__name__ == engine
+    assert type(import_config("t.toml").for_size(processes).engine).__name__ == engine
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": 160,
+}
+
+
+@pytest.mark.parametrize(("processes", "engine"), [(8, "TensorParallel"), (16, "FSDP2")])
+def test_every_command_reads_the_file_for_as_many_processes(processes: int, engine: str, folder: Path) -> None:
+    """A plan, a check against a model, an import, an export and a difference of revisions, as a check of a script."""
+    Path("t.toml").write_text(TENSOR)
+    Path("llama").mkdir()
+    Path("llama/config.json").write_text(json.dumps({**LLAMA, "use_cache": False}))
+    model = ("--model", "llama", "--world-size", str(processes), "--device", "cuda", "--torch", "2.13")
+    (plan,) = json.loads(run("plan", "t.toml", *model, "--json").stdout)["plans"]
+    assert plan["plan"]["plan"]["config"]["engine"]["kind"] == engine
+    assert json.loads(run("check", "t.toml", *model, "--json").stdout)["findings"] == []
+    imported = json.loads(run("import", "t.toml", "--world-size", str(processes), "--json").stdout)
+    assert (imported["config"]["engine"]["kind"], imported["at"]) == (engine, {})
+    assert json.loads(run("import", "t.toml", "--json").stdout)["at"]["8"]["engine"]["kind"] == "TensorParallel"
+    assert "for 8 processes in all: engine TensorParallel(), mesh None" in run("import", "t.toml").stdout
+    said = run("export", "t.toml", "--to", "accelerate", "--world-size", str(processes), "--partial").stdout
+    assert ("distributed_type: FSDP" in said) is (engine == "FSDP2")
+    for words in (("init", "-q"), ("add", "-A"), ("-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "1")):
+        subprocess.run(("git", *words), check=True)
+    Path("t.toml").write_text(TENSOR.replace("= 8", "= 4"))
+    subprocess.run(("git", "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qam", "2"), check=True)
+    (one,) = json.loads(run("diff", "HEAD~1..HEAD", *model, "--json").stdout)["files"]
+    assert one["refused"] == []
+    before = {pair["setting"]: pair["before"] for pair in one["settings"]}
+    assert before.get("engine.kind", before.get("engine", "FSDP2")) == engine

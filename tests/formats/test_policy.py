@@ -329,3 +329,55 @@ def test_an_exception_of_a_rule_that_there_is_not_is_told(folder: Path) -> None:
     policy(folder, DENY + EXCEPT.replace("ours.memory", "import.no-effect"))
     said = run("gate", "ddp.json", "--policy", "policy.toml", "--on", "2026-12-30").stdout
     assert "exception-unused" not in said  # it may be about other files than these
+
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 2.0,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+}
+LEFT = DEEPSPEED | {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+TRAINER = "per_device_train_batch_size: 4\ngradient_accumulation_steps: 8\nbf16: true\nmax_grad_norm: 2.0\n"
+ACCELERATE = (
+    "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 2\nnum_machines: 1\ndeepspeed_config:\n"
+)
+KEYS = "  zero_stage: 3\n  offload_optimizer_device: cpu\n  gradient_accumulation_steps: 8\n  gradient_clipping: 2.0\n"
+OWN = "precision = 'BF16'\naccumulation = 8\nclip = { kind = 'ClipNorm', max_norm = 2.0 }\n"
+WRITTEN = {
+    "whole.json": json.dumps(DEEPSPEED),
+    "own.toml": f"{OWN}[engine]\nkind = 'DeepSpeed'\nconfig = '{json.dumps(DEEPSPEED)}'\n",
+    "trainer.yaml": f"output_dir: o\n{TRAINER}learning_rate: 0.001\ndeepspeed: left.json\n",
+    "axolotl.yml": "base_model: m\ndatasets: [{path: d, type: alpaca}]\nmicro_batch_size: 4\n"
+    "gradient_accumulation_steps: 8\nbf16: true\nmax_grad_norm: 2.0\nlearning_rate: 0.001\ndeepspeed: left.json\n",
+    "accelerate.yaml": f"{ACCELERATE}  deepspeed_config_file: whole.json\n",
+    "keys.yaml": f"{ACCELERATE}{KEYS}",
+}
+"""One training, as six files say it."""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_threshold_binds_whatever_file_says_what_deepspeed_does(folder: Path, name: str) -> None:
+    for file, text in {**WRITTEN, "left.json": json.dumps(LEFT)}.items():
+        (folder / file).write_text(text)
+    tests = {
+        "engine.stage": "above = 2",
+        "engine.offload_optimizer": 'is = "cpu"',
+        "engine.micro_batch": "above = 3",
+        "clip.max_norm": "above = 1",
+        "optimizer.lr": "above = 1e-4",
+        "optimizer": 'is = "AdamW"',
+    }
+    rows = {f"ours.{what}": f"what = 'config.{what}'\n{test}" for what, test in tests.items()}
+    rows["ours.batch"] = "what = 'global_batch'\nabove = 16"
+    (folder / "p.toml").write_text(
+        "".join(f"[[deny]]\nid = '{one}'\n{row}\nbecause = 'x'\n" for one, row in rows.items())
+    )
+    cluster = ("--world-size", "2", "--device", "cuda", "--batch-size", "4", "--optimizer", "AdamW")
+    done = run("plan", name, *MAKE, *cluster, "--policy", "p.toml", "--json")
+    found = {one["rule"]: one["what"] for one in json.loads(done.stdout)["findings"]}
+    assert {one for one in found if one.startswith("ours.")} == set(rows), found
+    assert found["ours.engine.stage"].startswith("config.engine.stage is 3; ")
+    assert found["ours.batch"].startswith("global_batch is 64; ")

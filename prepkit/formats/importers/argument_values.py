@@ -107,6 +107,22 @@ def judge(file: Foreign, micro_batch: str) -> None:
         _best(file)
 
 
+def say_texts(file: Foreign, micro_batch: str) -> None:
+    """Says which numbers ``HfArgumentParser.parse_yaml_file`` hands on as text; ``TrainingArguments`` keep them so.
+
+    axolotl makes numbers of them (``convert_learning_rate``), and so does OmegaConf, with which LLaMA-Factory reads.
+    """
+    if file.kind != "transformers":
+        return
+    for name, typed in file.texts.items():
+        number, (digits, _, power) = float(typed), typed.lower().partition("e")
+        if abs(number) < _MOST and name in (*NUMBERS, micro_batch, "gradient_accumulation_steps", "max_grad_norm"):
+            signed = power if power[0] in "+-" else f"+{power}"
+            written = f"{number:.0f}" if number.is_integer() else f"{digits}{'' if '.' in digits else '.0'}e{signed}"
+            what = f"HfArgumentParser reads {typed} as text, with which the Trainer cannot count"
+            file.warn("wrong-type", name, what, f"Write {written}.")
+
+
 def _words(file: Foreign) -> None:
     for name, words in CHOICES.items():
         value = file.data.get(name)

@@ -16,9 +16,9 @@ from prepkit.codec.text import shown
 from prepkit.config import Config, Origin
 from prepkit.facts.env import MOST_RANKS
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.findings.keywords import ELSEWHERE, unknown_key_fix
+from prepkit.findings.keywords import meant_key, unknown_key_fix
 from prepkit.findings.text import near
-from prepkit.formats.importers.positions import LineColumn, plain_json, positions
+from prepkit.formats.importers.positions import LineColumn, plain_json, positions, texts_of_yaml_1_1
 from prepkit.formats.importers.source import JSON, Imported, Source, read
 from prepkit.rules import found
 
@@ -53,6 +53,8 @@ class Foreign:
     """Key to the way in which it was asked for, be it there or not: the name of a method, and the words of ``word``."""
     free: set[str] = field(factory=set, repr=False)
     """Keys below which everything is taken."""
+    texts: dict[str, str] = field(factory=dict, repr=False)
+    """Keys at the top to numbers, as they are typed, that a reader of YAML 1.1 has for text."""
     typed: bool = False
     """Whether its library takes a value as it is typed alone: no number or switch as text, no word in other case."""
     _read: set[str] = field(factory=set)
@@ -333,11 +335,11 @@ class Foreign:
         """Keys at the top that nobody has asked for."""
         return tuple(str(key) for key in self.data if str(key) not in self._read)
 
-    def unlike(self, sections: Sequence[str]) -> tuple[str, ...]:
-        """Keys of sections that nobody has asked for, and that are near to none that somebody has."""
-        known = self.known()
-        paths = (key for key in self.keys() if key.partition(".")[0] in sections and key not in self._read)
-        return tuple(path for path in paths if not near(path, known, 1, ELSEWHERE))
+    def unlike(self) -> tuple[str, ...]:
+        """Keys and sections that nobody has asked for, and that are near to none that somebody has."""
+        known, read = self.known(), self._read
+        unasked = (key for key, section in self._walk() if key not in read and (not section or section in read))
+        return tuple(key for key in unasked if not meant_key(key, known))
 
     def known(self) -> tuple[str, ...]:
         """Keys that were asked for, be they there or not."""
@@ -434,7 +436,8 @@ def shortest(file: Path) -> Path:
 def foreign(kind: str, source: Source) -> Foreign:
     """The file by its extension: TOML, YAML, or JSON with comments. Raises ``PlanRejected`` where it is no mapping."""
     places = positions(source.text, source.suffix)
-    return Foreign(kind=kind, source=source.path, data=lenient(source), places=places)
+    texts = texts_of_yaml_1_1(source.text) if source.suffix in (".yaml", ".yml") else {}
+    return Foreign(kind=kind, source=source.path, data=lenient(source), places=places, texts=texts)
 
 
 def named_model(file: Foreign, key: str) -> str | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator
 
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from prepkit.formats.importers.source import DEEPEST, composed
 
@@ -44,6 +44,22 @@ def positions(text: str, suffix: str) -> dict[str, LineColumn]:
     except (YAMLError, ValueError, RecursionError):
         return {}
     return dict(_below(node, "", set())) if node is not None else {}
+
+
+def texts_of_yaml_1_1(text: str) -> dict[str, str]:
+    """Keys at the top to numbers that YAML 1.1, as PyYAML reads it, has for text: ``1e-5``, which has no dot."""
+    try:
+        node = composed(text)
+    except (YAMLError, ValueError, RecursionError):
+        return {}
+    pairs = node.value if isinstance(node, MappingNode) else ()
+    plain = ((key.value, one.value) for key, one in pairs if isinstance(one, ScalarNode) and one.style is None)
+    return {str(key): said for key, said in plain if _EXPONENT.fullmatch(said) and not _FLOAT_OF_1_1.fullmatch(said)}
+
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_FLOAT_OF_1_1 = re.compile(r"[-+]?(\d+\.\d*|\.\d+)[eE][-+]\d+")
+"""PyYAML's (``resolver.py``): with a dot, and a sign behind the ``e``."""
 
 
 def twice_in(text: str, below: str) -> tuple[str, LineColumn, LineColumn] | None:

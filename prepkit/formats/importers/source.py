@@ -355,7 +355,7 @@ class Imported:
     """Another library's file, or variables, as prepkit's config.
 
     ``build_plan(imported.config, model, env=imported.env)`` plans for the cluster that the file was written for;
-    without ``env`` for what is here.
+    without ``env`` for what is here. Where ``at`` has the number of processes, ``for_size`` gives its settings.
     """
 
     config: Config
@@ -386,6 +386,10 @@ class Imported:
     """Processes in all to the settings that the file means for so many, where they are others."""
     notes: tuple[Finding, ...] = ()
     """Warnings: settings that do nothing there either, or that prepkit answers in another way."""
+
+    def for_size(self, world_size: int | None) -> Config:
+        """The settings that the file means for so many processes in all; None: how many there are is not known."""
+        return self.config if world_size is None else self.at.get(world_size, self.config)
 
     @property
     def env(self) -> Env | None:
@@ -429,6 +433,11 @@ class Imported:
         declared = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
         if declared:
             yield f"declared: {declared}"
+        for size, config in self.at.items():
+            names = [one.name for one in fields(Config) if one.name != "origins"]
+            both = [(name, getattr(config, name), getattr(self.config, name)) for name in names]
+            other = [f"{name} {_short(_brief(there))}" for name, there, here in both if there != here]
+            yield f"for {size} processes in all: {', '.join(other)}"
         if self.not_preparation:
             yield f"not preparation: {', '.join(origin.key for origin in self.not_preparation)}"
         if self.unchanged:

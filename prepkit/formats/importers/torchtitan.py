@@ -42,7 +42,8 @@ _LAUNCHING = (
     *("comm.train_timeout_seconds", "comm.trace_buf_size", "comm.save_traces_folder", "comm.save_traces_file_prefix"),
     *("comm.mode", "model.name", "model.flavor", "model.tokenizer_path", "model.hf_assets_path"),
     *("model.print_after_conversion", "training.dataset", "training.dataset_path", "training.seq_len"),
-    *("training.gc_freq", "training.gc_debug", "training.seed", "training.deterministic"),
+    *("training.gc_freq", "training.gc_debug", "training.seed", "training.deterministic", "training.dataloader"),
+    "training.debug_moe_force_load_balance",
     *("optimizer.implementation", "parallelism.disable_loss_parallel"),
     *("training.warmup_steps", "model.norm_type"),  # of 2024
 )
@@ -66,9 +67,12 @@ _OF_ABSENT_WAYS = (
     *("pipeline_parallel_schedule_csv", "pipeline_parallel_microbatch_size", "context_parallel_rotate_method"),
     *("context_parallel_load_balancer", "module_fqns_per_model_part", "pipeline_parallel_first_stage_less_layers"),
     *("pipeline_parallel_last_stage_less_layers", "expert_parallel_comm_backend"),
+    "pipeline_parallel_expert_parallel_overlap",
 )
 """Keys that say more of what ``_ELSEWHERE`` refuses: where that is off they do nothing in torchtitan either."""
 _HERE = "parallelism."
+_SHOWN = 8
+"""Keys that one finding names."""
 
 
 def read_torchtitan(source: Source) -> Imported:
@@ -83,8 +87,13 @@ def read_torchtitan(source: Source) -> Imported:
         what = "prepkit starts no groups of replicas that may come and go"
         file.error("not-supported", "fault_tolerance.enable", what, "Write false.")
     file.launching("fault_tolerance")
-    if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
-        file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
+    if file.raw("job.custom_config_module") or file.raw("experimental.custom_args_module"):  # whose keys it knows
+        file.launching(*file.unread(), *file.unlike())
+    elif own := file.unlike():
+        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+        what = f"torchtitan's own trainer refuses {', '.join(own[:_SHOWN])}{more}, and a fork that adds them reads them"
+        file.launching(*own)
+        file.error("fork-key", own[0], what, "Remove them where no fork is meant.")
     return file.imported(config, world_size=_places(file, sizes), at=at)
 
 
@@ -108,7 +117,7 @@ def _config(file: Foreign, sizes: Mesh) -> Config:
     steps_of_batch, whole_batch = _batches(file, sizes)
     config = Config(
         engine=_engine(file, sizes),
-        mesh=_mesh(sizes),
+        mesh=_mesh(file, sizes),
         checkpointing=_checkpointing(file),
         compile=_compile(file),
         weights=_weights(file),
@@ -154,8 +163,8 @@ def _sizes(file: Foreign) -> Mesh:
 def _engine(file: Foreign, sizes: Mesh) -> Engine:
     policy = file.word(f"{_HERE}fsdp_reshard_after_forward", ("default", "always", "never"))
     offload = file.flag("training.enable_cpu_offload", *(("engine.offload",) if sizes.shard != 1 else ()))
+    file.raw(f"{_HERE}data_parallel_shard_degree", "engine")
     if sizes.shard != 1:
-        file.raw(f"{_HERE}data_parallel_shard_degree", "engine")
         if policy is not None:
             file.raw(f"{_HERE}fsdp_reshard_after_forward", "engine.reshard_after_forward")
         kept = OffloadToCPU() if offload else None
@@ -174,13 +183,19 @@ def _engine(file: Foreign, sizes: Mesh) -> Engine:
                 what,
                 "Write data_parallel_replicate_degree = 1 and data_parallel_shard_degree = -1.",
             )
+        file.raw(f"{_HERE}tensor_parallel_degree", "engine")
         return TensorParallel()
+    if sizes.replicate > 1:
+        file.raw(f"{_HERE}data_parallel_replicate_degree", "engine")
     return DDP() if sizes.replicate > 1 else Single()
 
 
-def _mesh(sizes: Mesh) -> Mesh | None:
+def _mesh(file: Foreign, sizes: Mesh) -> Mesh | None:
     """The mesh, where it says more than the engine does."""
-    return sizes if sizes.shard != 1 else None
+    if sizes.shard != 1:
+        return sizes
+    file.origins[:] = [one for one in file.origins if not one.setting.startswith("config.mesh.")]
+    return None
 
 
 def _checkpointing(file: Foreign) -> CheckpointBlocks | None:

@@ -34,7 +34,7 @@ from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW, strange_keys
-from prepkit.formats.importers.argument_values import MAX_NORM, OPTIMIZER, given_in, judge, say_mismatches
+from prepkit.formats.importers.argument_values import MAX_NORM, OPTIMIZER, given_in, judge, say_mismatches, say_texts
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn, positions
@@ -102,6 +102,7 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     config = _engine(file, config, path, micro_batch)
     judge(file, micro_batch)
     _rest(file)
+    say_texts(file, micro_batch)
     return file.imported(config, known=tuple(KEYS[file.kind]), seen_to=_SEEN_TO)
 
 

@@ -83,7 +83,7 @@ def test_what_its_library_refuses_is_told_and_hides_no_rule(text: str, rule: str
 @pytest.mark.parametrize(
     "text",
     [
-        f"{TRAINER}per_device_train_batch_size: '4'\nlearning_rate: 5e-6\noptim: adamw_hf\nsave_steps: 0.1",
+        f"{TRAINER}per_device_train_batch_size: '4'\nlearning_rate: 5.0e-6\noptim: adamw_hf\nsave_steps: 0.1",
         f"{TRAINER}per_device_train_batch_size: ${{BATCH}}\neval_strategy: ${{HOW}}",
         f"{TRAINER}load_best_model_at_end: true\neval_strategy: steps",
         f"{TRAINER}load_best_model_at_end: true\neval_strategy: epoch\nsave_strategy: best",
@@ -98,3 +98,26 @@ def test_what_its_library_refuses_is_told_and_hides_no_rule(text: str, rule: str
 def test_what_its_library_takes_is_no_finding(text: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(f"{text}\n")
     assert json.loads(run("check", str(tmp_path / "a.yaml"), "--json").stdout)["findings"] == []
+
+
+TEXTS = {"1e-5": "1.0e-5", "2E-2": "2.0e-2", "1.5e3": "1500", "1e3": "1000", ".5e1": "5"}
+NUMBERS_THERE = ("1.0e-5", "2.0e+1", "0.00001", "1000", ".5e-1")
+
+
+def test_a_number_that_the_trainer_gets_as_text_is_told_and_one_that_it_counts_with_is_not(tmp_path: Path) -> None:
+    """As ``HfArgumentParser.parse_yaml_file`` reads it, which is PyYAML; others make a number of it by themselves."""
+    transformers = pytest.importorskip("transformers")
+    file = tmp_path / "a.yaml"
+    for typed in (*TEXTS, *NUMBERS_THERE):
+        file.write_text(f"{TRAINER}learning_rate: {typed}\n")
+        parser = transformers.HfArgumentParser(transformers.TrainingArguments)
+        (arguments,) = parser.parse_yaml_file(str(file))
+        data = json.loads(run("check", str(file), "--json").stdout)
+        said = [(one["line"], one["severity"], one["fix"]) for one in data["findings"]]
+        assert isinstance(arguments.learning_rate, str) is (typed in TEXTS), typed
+        assert said == ([(3, "warning", f"Write {TEXTS[typed]}.")] if typed in TEXTS else []), typed
+    for text in (f"{LLAMA}learning_rate: 1e-5", f"{AXOLOTL}learning_rate: 1e-5", LAUNCH):
+        file.write_text(f"{text}\n")
+        assert "wrong-type" not in run("check", str(file), "--json").stdout
+    (tmp_path / "a.json").write_text('{"output_dir": "x", "max_steps": 9, "learning_rate": 1e-5}')
+    assert "wrong-type" not in run("check", str(tmp_path / "a.json"), "--json").stdout

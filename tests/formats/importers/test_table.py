@@ -120,12 +120,15 @@ def test_no_importer_hides_another_by_its_marks() -> None:
         ("axolotl", "base_model: a/b\ndp_shard_size: {}\nfsdp_config: {{unknown: 1}}\n", "dp_shard_size"),
         (
             "torchtitan",
-            "[parallelism]\ndata_parallel_shard_degree = {}\nunknown = 1\n",
+            "[parallelism]\ndata_parallel_shard_degree = {}\ntensor_paralel_degree = 1\n",
             "parallelism.data_parallel_shard_degree",
         ),
         (
             "torchtitan",
-            "parallelism = {{tensor_parallel_degree = 2, data_parallel_shard_degree = 2147483647, unknown = {}}}\n",
+            (
+                "parallelism = {{tensor_parallel_degree = 2, data_parallel_shard_degree = 2147483647, "
+                "tensor_paralel_degree = {}}}\n"
+            ),
             "parallelism.data_parallel_shard_degree",
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ from prepkit.config import (
     TensorParallel,
     TorchAO,
 )
-from prepkit.findings import PlanRejected
+from prepkit.findings import PlanRejected, Severity
 from prepkit.formats.importers import Imported, import_config
+from tests.support.command_line import run
 
 FULL = """\
 [job]
@@ -209,8 +211,10 @@ def test_keys_that_do_nothing_there_or_here_are_said(tmp_path: Path, text: str, 
     assert [(note.rule, note.where.rpartition(" ")[2]) for note in notes] == [(f"import.{rule}", key)]
 
 
-def test_keys_of_a_module_of_ones_own_are_listed(tmp_path: Path) -> None:
-    text = '[experimental]\ncustom_args_module = "mine"\n[my_section]\nkey = 1\n'
+@pytest.mark.parametrize("named", ["[experimental]\ncustom_args_module", "[job]\ncustom_config_module"])
+def test_keys_of_a_module_of_ones_own_are_listed(tmp_path: Path, named: str) -> None:
+    text = f'{named} = "mine"\n[my_section]\nkey = 1\n'
+    assert read(tmp_path, NONE + text).notes == ()
     assert "my_section" in {origin.key for origin in read(tmp_path, NONE + text).not_preparation}
 
 
@@ -265,8 +269,35 @@ def test_keys_of_a_module_of_ones_own_are_listed_unless_they_are_nearly_known(tm
     assert "training.img_size" in {origin.key for origin in read(tmp_path, own).not_preparation}
     with pytest.raises(PlanRejected, match=r"training\.max_nrom: torchtitan knows no such key"):
         read(tmp_path, f"{own}max_nrom = 1.0\n")
-    with pytest.raises(PlanRejected, match=r"training\.img_size: torchtitan knows no such key"):
-        read(tmp_path, "[training]\nimg_size = 256\n")
+
+
+FORK = """\
+[experimental]
+custom_import = "my_fork.models"
+[training]
+steps = 100
+data_mix = "a,b"
+[my_fork]
+gate = true
+[my_fork.router]
+width = 2
+[flux_data]
+x = 1
+"""
+
+
+def test_what_only_a_fork_reads_is_one_finding_that_makes_no_file_wrong(tmp_path: Path) -> None:
+    imported = read(tmp_path, FORK)
+    (note,) = imported.notes
+    assert (note.rule, note.severity) == ("import.fork-key", Severity.WARNING)
+    assert "job.toml:5:1 training.data_mix" in note.where
+    assert "refuses training.data_mix, my_fork, flux_data, and a fork that adds them reads them" in note.what
+    assert imported.config.total_steps == 100
+    data = json.loads(run("check", str(tmp_path / "job.toml"), "--json").stdout)
+    assert (data["findings"], [one["rule"] for one in data["cannot_know"]]) == ([], ["import.fork-key"])
+    with pytest.raises(PlanRejected) as caught:
+        read(tmp_path, f"{FORK}[paralelism]\ntensor_parallel_degree = 2\n")
+    assert [one.rule for one in caught.value.findings] == ["import.fork-key", "import.unknown-key"]
 
 
 @pytest.mark.parametrize(
