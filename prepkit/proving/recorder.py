@@ -207,8 +207,7 @@ class Recorder(Turns):
                 self.around.told(
                     self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
                 ),
-                wrapper=self.around.wrapper or bare.wrapped_by(self.root),
-                raw=bare.is_raw(self.root),
+                **self._around(self.root),
                 unstepped=untold.unstepped,
                 detached=untold.detached,
             ),
@@ -218,6 +217,10 @@ class Recorder(Turns):
         )
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
+
+    def _around(self, root: nn.Module) -> dict[str, Any]:
+        """What stands around the root, as ``Disturbed`` has it."""
+        return {"wrapper": self.around.wrapper or bare.wrapped_by(root), "raw": bare.is_raw(root)}
 
     def _root(self, module: nn.Module, *_: Any) -> None:
         """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""
