@@ -132,7 +132,7 @@ class RunningLook:
         self.seconds += self.last_seconds
         return found
 
-    def idle(self, told_by: str, **seen: int) -> tuple[Finding, ...]:
+    def idle(self, told_by: str, **seen: Any) -> tuple[Finding, ...]:
         """What one rule says of so many forwards without a step, or steps without a tick.
 
         Asks no other rank: these may have stepped.

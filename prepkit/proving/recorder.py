@@ -207,10 +207,7 @@ class Recorder(Turns):
                 self.around.told(
                     self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
                 ),
-                wrapper=self.around.wrapper or bare.wrapped_by(self.root),
-                raw=bare.is_raw(self.root),
-                unstepped=untold.unstepped,
-                detached=untold.detached,
+                **self._around(self.root, untold),
             ),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
@@ -218,6 +215,11 @@ class Recorder(Turns):
         )
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
+
+    def _around(self, root: nn.Module, untold: Waiting) -> dict[str, Any]:
+        """What stands around and beside the root, as ``Disturbed`` has it."""
+        beside = {"unstepped": untold.unstepped, "detached": untold.detached}
+        return {"wrapper": self.around.wrapper or bare.wrapped_by(root), "raw": bare.is_raw(root), **beside}
 
     def _root(self, module: nn.Module, *_: Any) -> None:
         """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""

@@ -45,7 +45,7 @@ TRANSFORMED = (
 SAID = {
     "run.not-averaged": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
     "run.averaged-over-part": ("prove.part-of-ranks",),
-    "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
+    "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper", "prove.direction"),
 }
 """Rules of an audit, which looks at what stands there, to those of a proof that tell the same from gradients."""
 ENOUGH = 20
