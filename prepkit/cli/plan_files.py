@@ -244,4 +244,4 @@ def unasked(path: str, words: str = "", *, told: bool = True) -> Finding:
         what, fix = "what it means is not known while its errors stand", f"Correct its errors, then: {again}"
     else:
         what, fix = "it asks for what prepkit does not do", "Run prepkit audit SCRIPT, where it trains."
-    return found(UNASKED, path, f"{what}, so that no rule was asked about it", fix)
+    return found("config.unasked", path, f"{what}, so that no rule was asked about it", fix)
