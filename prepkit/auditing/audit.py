@@ -16,7 +16,7 @@ from prepkit.auditing.window import goes_backward
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
-from prepkit.observe.prepared.around import accelerate_window, averages_by_hand
+from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, sends_by_hand
 from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
@@ -56,7 +56,8 @@ def audit(
     by_hand = window is not None and window.backwards >= (facts.accumulation or 0)  # which backward() divides too
     facts = evolve(facts, inside_window=inside, unused_window=unused and not by_hand)
     if facts.world_size > 1:
-        facts = evolve(facts, averages_by_hand=averages_by_hand())
+        sends = sends_by_hand() if window is None else ""
+        facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends)
     findings = findings_of(rules, facts)
     again = RunningLook(
         model=model, optimizers=optimizers_of(optimizer), scheduler=scheduler, facts=facts, asks_ranks=bool(facts.ranks)

@@ -395,6 +395,8 @@ class RunFacts:
     """None where peft has put none into the model."""
     averages_by_hand: str = ""
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
+    sends_by_hand: str = ""
+    """What of the program seems to send activations between ranks, unseen by a window; empty: nothing does."""
     saves_shards: tuple[str, ...] = ()
     """Places in the program that would write shards, by ``save_pretrained`` or ``torch.save``."""
     mixes_empty: tuple[str, ...] = ()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import runpy
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from prepkit.observe.prepared.loaders import first_sample, prepared_loader
 from tests.audit.by_libraries import accelerator
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
 from tests.support.fork_server import ForkServers
+from tests.support.gang import Gang
 from tests.support.script import ran
 
 MODEL = """
@@ -265,6 +269,7 @@ alike = torch.Generator().manual_seed(7)
 same = [(torch.randn(6, 8, generator=alike), torch.randint(4, (6,), generator=alike)) for _ in range(3)]
 """
 
+STARTS = 'dist.init_process_group("gloo")\n'
 STAGES = f"""{HAND}
 layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
 stage = nn.Sequential(*(layers[:2] if rank == 0 else layers[2:]))
@@ -532,6 +537,39 @@ def test_what_is_divided_wrongly_by_hand_is_an_error(run: Auditor, name: str) ->
     code, out, err = run(text, *["--prove"] * prove, "train.py", world=2)
     assert code == 1, (out, err)
     assert f"error {said}" in out
+
+
+CUT_BY_HAND = {"stages": STAGES, "stages of one shape": EQUAL, "a layer that is cut": CUT, "experts": EXPERTS}
+
+
+def asked_itself(gang2: Gang, tmp_path: Path, text: str) -> list[str]:
+    """What ``pk.audit`` says on each rank in a program that asks it before its first step."""
+    train = tmp_path / "train.py"
+    name = "stage" if "stage =" in text else "model"
+    asks = f"\nimport prepkit as pk\nprint(pk.audit({name}, optimizer))\nfor "
+    train.write_text(text.replace(STARTS, "").replace("\nfor ", asks, 1))
+    return gang2.run(says, str(train), timeout=60)
+
+
+def says(rank: int, world: int, train: str) -> str:
+    del rank, world
+    out = StringIO()
+    with redirect_stdout(out):
+        runpy.run_path(train)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", CUT_BY_HAND)
+def test_layers_that_are_cut_by_hand_may_hold_values_of_their_own(gang2: Gang, tmp_path: Path, name: str) -> None:
+    for said in asked_itself(gang2, tmp_path, CUT_BY_HAND[name]):
+        assert "error" not in said, said
+        assert "note run.maybe-averaged" in said or name == "stages", said
+
+
+def test_replicas_of_their_own_values_are_an_error_where_nothing_is_sent(gang2: Gang, tmp_path: Path) -> None:
+    replicas = LOCAL.replace(*SEEDED_APART).replace("    average()\n", "")
+    for said in asked_itself(gang2, tmp_path, replicas):
+        assert "error run.ranks-values at model.0.weight" in said, said
 
 
 @pytest.mark.parametrize("backwards", [1, 3])

@@ -7,17 +7,20 @@ import gc
 import re
 import sys
 import sysconfig
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeGuard
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from prepkit.objects import names, zero3
 from prepkit.objects.bare_tree import SAVE, is_sharded
 
+SENDS = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv", "all_to_all", "all_to_all_single"})
+"""Calls that hand tensors from one rank to another, which no average does."""
 AVERAGES = frozenset({"all_reduce", "all_reduce_coalesced", "average_parameters"})
 MIXES = frozenset({"mul_", "add_", "sub_", "lerp_"})
 OF_WEIGHTS = frozenset({"grad", "parameters", "named_parameters", "average_parameters"})
@@ -35,6 +38,32 @@ def averages_by_hand() -> str:
                     return f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         frame = frame.f_back
     return ""
+
+
+def sends_by_hand() -> str:
+    """What of the caller's code sends activations by its names, as layers do that are cut by hand; empty: nothing does.
+
+    From rank to rank, or by a collective in a function of autograd.
+    """
+    for one in _own_frames():
+        known = one.f_globals
+        functions = [value for value in known.values() if _is_kind(value, torch.autograd.Function)]
+        inside = [code for value in functions for code in _of_module(vars(value))]
+        for code in (one.f_code, *_of_module(known)):
+            words = SENDS | ({name for name in _names(code) if name.startswith("all_")} if code in inside else set())
+            if any(_of_distributed(name, _names(code), known) for name in words & _names(code)):
+                return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    return ""
+
+
+def _is_kind(value: Any, kind: type) -> bool:
+    return isinstance(value, type) and issubclass(value, kind)
+
+
+def _of_distributed(name: str, beside: Collection[str], known: Mapping[str, Any]) -> bool:
+    """Return whether a name that code uses is that of a function of ``torch.distributed``, as it was imported."""
+    imported = str(getattr(known.get(name), "__module__", "")).startswith("torch.distributed")
+    return imported or "distributed" in beside or any(known.get(one) is torch.distributed for one in beside)
 
 
 def averages_weights(reduced: Container[str]) -> str:

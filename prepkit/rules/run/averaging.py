@@ -56,8 +56,10 @@ def _out_of_sight(facts: RunFacts) -> bool:
 
 
 def _sends(facts: RunFacts) -> str:
-    """Where the program sends activations, and this rank was looked at alone; empty: it does not, or was not."""
-    return facts.window.communicates if facts.window is not None and not facts.ranks else ""
+    """Where the program sends activations, and the ranks were not looked at together in a window; else empty."""
+    if facts.window is None:
+        return facts.sends_by_hand
+    return facts.window.communicates if not facts.ranks else ""
 
 
 def _by_hand(facts: RunFacts, name: str) -> bool:

@@ -20,7 +20,7 @@ def _models(facts: RunFacts) -> Iterator[Hit]:
     pipeline = len({rank.names for rank in facts.ranks}) == len(facts.ranks) and not any(
         param.averaged_by for param in facts.params
     )
-    sends = facts.window is not None and bool(facts.window.communicates)
+    sends = bool(facts.sends_by_hand if facts.window is None else facts.window.communicates)
     first = facts.ranks[0].names if facts.ranks else ""  # where ranks send activations, others may hold other stages
     ranks = tuple(rank for rank in facts.ranks if rank.names == first or not sends)
     if (odd := _odd(ranks, lambda rank: rank.model)) and not pipeline:
@@ -50,6 +50,8 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
     if facts.running and facts.applied is None:
         return  # what differed at an audit was told then
     own = {name for ddp in facts.ddp for name in ddp.ignored}  # experts, which each rank has for itself
+    if facts.sends_by_hand:  # and what may be cut by hand, as nobody averages it
+        own |= {param.name for param in facts.params if not param.averaged_by}
     if parted := [name for name in facts.parted if name not in own]:
         odd = facts.applied.odd_ranks if facts.applied is not None else ()
         who = f"Beside rank 0, rank {spans(odd)} holds" if odd else "Every rank holds"
@@ -67,10 +69,10 @@ def _buffers(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _pipeline(facts: RunFacts) -> bool:
-    """Return whether each rank has modules of its own, be it under the same names."""
+    """Return whether each rank has modules of its own, or may have, be it under the same names."""
     cut = set(facts.window.cut if facts.window is not None else ())
     alike = {param.name for param in facts.params if param.requires_grad} - cut
-    return len({rank.names for rank in facts.ranks}) > 1 or (bool(cut) and not alike)
+    return len({rank.names for rank in facts.ranks}) > 1 or (bool(cut) and not alike) or bool(facts.sends_by_hand)
 
 
 def _modes(facts: RunFacts) -> Iterator[Hit]:
