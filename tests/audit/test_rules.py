@@ -298,10 +298,15 @@ def test_ranks_of_other_names_are_other_stages_where_they_send_activations() -> 
 
 def test_what_may_be_cut_by_hand_is_held_by_each_rank_in_values_of_its_own() -> None:
     bare = evolve(FINE, params=tuple(evolve(param, averaged_by=(), ranks=1) for param in FINE.params))
-    for rule in ("run.ranks-values", "run.ranks-models", "run.ranks-modes", "run.ranks-state"):
-        broken = BROKEN[rule] if rule == "run.ranks-models" else evolve(BROKEN[rule], params=bare.params)
-        assert [one.rule for one in findings_of((by_id()[rule],), broken)] == [rule]
-        assert rule == "run.ranks-models" or not findings_of((by_id()[rule],), evolve(broken, sends_by_hand="f"))
+    unlike = with_ranks(state="b", modes="b")
+    for rule, broken in (
+        ("run.ranks-values", BROKEN["run.ranks-values"]),
+        ("run.ranks-state", unlike),
+        ("run.ranks-modes", unlike),
+    ):
+        seen = evolve(broken, params=bare.params)
+        assert [one.rule for one in findings_of((by_id()[rule],), seen)] == [rule]
+        assert findings_of((by_id()[rule],), evolve(seen, sends_by_hand="f")) == ()
     told = findings_of(AUDIT_RULES, evolve(bare, sends_by_hand="Leaves.forward (train.py:9)"))
     assert [(one.rule, "`Leaves.forward (train.py:9)` may do so" in one.what) for one in told] == [
         ("run.maybe-averaged", True)
