@@ -88,6 +88,10 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
             continue
         after, gone = mended(source, one.kind, wrong.get(one.path, ()))
         name, keys = with_names(one.path, (one.path,)), ", ".join(map(key_of, gone))
+        if gone and not _within(one.path, paths):
+            there = with_names(os.path.relpath(real), (os.path.relpath(real),))
+            say(f"{name} is a link to {there}, which is not in {_given(paths)}, and is left as it is: {keys}", err=True)
+            continue
         if gone and not _writable(one.path):
             say(f"{name} may not be written, and is left as it is: {keys}", err=True)
             continue
@@ -111,6 +115,16 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
         say(f"{len(left)} {are} not mended: {', '.join(left[:_SHOWN])}{more}", err=True)
     if as_diff:
         sys.exit(1 if changed else 0)
+
+
+def _within(path: str, paths: tuple[str, ...]) -> bool:
+    """Whether the file was named itself, or lies in one of the folders that were, wherever links lead."""
+    roots = [Path(one).resolve() for one in paths if Path(one).is_dir()]
+    return path in paths or any(Path(path).resolve().is_relative_to(root) for root in roots)
+
+
+def _given(paths: tuple[str, ...]) -> str:
+    return ", ".join(with_names(path, (path,)) for path in paths)
 
 
 def _writable(path: str) -> bool:
