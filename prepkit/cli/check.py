@@ -40,6 +40,7 @@ _SHOWN = 12
 _TELLS = {
     "the model": "add --model FOLDER, with its config.json, or --model PKG.MOD:FACTORY, a function that returns it",
     "the number of processes": "add --world-size N",
+    "the processes of a node": "add --per-node N",
     "the device type": "add --device cuda",
     "the version of torch": "add --torch VERSION",
     "the optimizer": "run prepkit audit SCRIPT, where it trains",
