@@ -43,7 +43,8 @@ _TELLS = {
     "the processes of a node": "add --per-node N",
     "the device type": "add --device cuda",
     "the version of torch": "add --torch VERSION",
-    "the optimizer": "run prepkit audit SCRIPT, where it trains",
+    "the optimizer": "add --optimizer adamw, or run prepkit audit SCRIPT, where it trains",
+    "the samples that a rank reads at once": "add --batch-size N",
 }
 """What a rule would have to know, and what tells it."""
 _ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
@@ -299,7 +300,7 @@ def unknown_in(plan: Plan) -> Mapping[str, int]:
     seen = {
         "the optimizer": facts.optimizer is not None or plan.config.optimizer is not None,
         "the scheduler": facts.scheduler is not None,
-        "the loaders": bool(facts.loaders),
+        "the loaders": any(one.length is not None or one.sampler != "sequential" for one in facts.loaders),
         "the checkpoint": facts.checkpoint is not None or not isinstance(plan.config.weights, LoadWeights),
     }
     return Counter(what for _, what in answers.unasked if not seen.get(what))

@@ -22,7 +22,7 @@ from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import read
 from prepkit.formats.places import FilePlace, place_of
 from prepkit.plan import Plan
-from prepkit.predict.said import BYTES, CONFIG, NUMBERS, WHATS, every, impossible, said
+from prepkit.predict.said import BYTES, CONFIG, NUMBERS, TELLS, WHATS, every, impossible, said
 from prepkit.rules import by_id, found
 from prepkit.rules.rule import Moment, Rule
 
@@ -89,7 +89,8 @@ class Threshold:
             if unknown:
                 none = f"the plan says no {self.what}" if value is None else f"{self.what} is {shown(value)}, no number"
                 what = f"{none}, so that nobody knows whether it {self._passing()}"
-                yield self._found(f"plan.{self.what}", what, f"declare more of the cluster; {self.fix}")
+                tells = f"plan with {TELLS[self.what]}; " if value is None and self.what in TELLS else ""
+                yield self._found(f"plan.{self.what}", what, f"{tells}{self.fix}")
                 return
             if _TESTS[self.test](value, self.limit):
                 what = f"{self.what} is {_text(self.what, value)}; it passes where it {self._passing()}: {self.because}"

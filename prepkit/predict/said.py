@@ -41,6 +41,13 @@ NAMES: dict[str, tuple[tuple[str, ...], float]] = {
     "device": (("cpu", "cuda", "hpu", "ipu", "mlu", "mps", "mtia", "musa", "npu", "sdaa", "xla", "xpu"), 0.6),
 }
 """Paths of names that anyone may add to: those that are known, and how like one of them another is a misspelt one."""
+TELLS = {
+    "global_batch": "--batch-size N",
+    "per_node": "--per-node N",
+    "traffic.between_nodes": "--per-node N",
+    "optimizer": "--optimizer adamw",
+}
+"""Paths to the option that says what a plan may lack there; nothing on the command line says any other."""
 NUMBERS = ("above", "below")
 """Tests that compare numbers."""
 CONFIG = Config

@@ -318,7 +318,7 @@ def test_a_model_beside_the_file_gives_memory_and_the_dearest_settings(folder: P
     assert dearest[0]["change"] == ["engine=FSDP2() instead of DDP()"]
     assert dearest[0]["less"] > one["costs"]["floor"] // 2
     said = run("check", "ax.yml", "--world-size", "8").stdout
-    assert "ax.yml, with org/small, and supposing AdamW:" in said
+    assert "ax.yml, with org/small:" in said  # axolotl creates AdamW where nothing is said
     assert "GiB for certain and " in said
     assert "dearest settings:\n    engine=FSDP2() instead of DDP(): " in said
 

@@ -85,7 +85,8 @@ def read_torchtitan(source: Source) -> Imported:
     file.launching("fault_tolerance")
     if file.raw("experimental.custom_args_module"):  # which adds keys that only that module knows
         file.launching(*file.unread(), *file.unlike(("training", "model", "optimizer", "parallelism")))
-    return file.imported(config, world_size=_places(file, sizes), at=at)
+    size = file.whole("training.local_batch_size") or file.whole("training.batch_size")
+    return file.imported(config, world_size=_places(file, sizes), at=at, batch_size=size)
 
 
 def _opened(source: Source) -> tuple[Foreign, Mesh]:
