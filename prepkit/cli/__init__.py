@@ -9,10 +9,10 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from attrs import asdict, evolve
+from attrs import asdict
 
 from prepkit.cli import audit as cli_audit
 from prepkit.cli import compare as cli_files
@@ -38,9 +38,7 @@ from prepkit.cli.options import (
     policy_option,
 )
 from prepkit.cli.terminal import say, say_json
-from prepkit.config import LoadWeights
 from prepkit.findings import PlanRejected
-from prepkit.formats.importers.source import Imported
 from prepkit.version import VERSION
 
 if TYPE_CHECKING:
@@ -89,6 +87,7 @@ def plan(
     written if any of the world sizes is refused.
     """
     from prepkit import codec
+    from prepkit.cli.against import verdicts as planned
     from prepkit.cli.check import data_in
     from prepkit.cli.verdict import findings_data, recorded_in, verdicts_text
     from prepkit.render.plan import plan_text
@@ -98,7 +97,10 @@ def plan(
     asked = tuple(output.replace(SIZE, str(size)) for size in cluster.sizes or (1,)) if output else ()
     cli_refusal.keep_inputs((config,), asked)
     policy = cli_refusal.policy(policies, as_json)  # before the model is imported, which may take a minute
-    verdicts = tuple(map(partial(recorded_in, policy, config), _verdicts(config, model, cluster, as_json, kind)))
+    made = cli_refusal.attempt(lambda: planned(config, model, cluster, kind))
+    if isinstance(made, PlanRejected):
+        cli_refusal.refuse((made,), as_json, data=data_in(config))
+    verdicts = tuple(map(partial(recorded_in, policy, config), made))
     plans = tuple((verdict.world_size, verdict.plan) for verdict in verdicts if verdict.plan is not None)
     legal = len(plans) == len(verdicts)
     files = {size: output.replace(SIZE, str(size)) for size, _ in plans} if output and legal else {}
@@ -143,132 +145,19 @@ def check_command(
     gives values of prepkit's own files, and of DeepSpeed's JSON, the type that they should have, where they can mean
     one thing only.
     """
+    from prepkit.cli.against import check_against, tell
     from prepkit.cli.check import check_files, mend_files
+    from prepkit.cli.verdict import is_plan
 
     paths = paths or (".",)
     if fix or as_diff:
         mend_files(paths, cluster, kind, as_diff)
     if model:
-        _check_against(paths, model, cluster, kind, as_json)
+        check_against(paths, model, cluster, kind, as_json)
     only = paths[0]
-    if len(paths) == 1 and kind is None and (_is_plan(only) or not (Path(only).is_file() or Path(only).is_dir())):
-        _tell((_verdict_on_file(paths[0], cluster, as_json),), as_json, only if as_json else "")
+    if len(paths) == 1 and kind is None and (is_plan(only) or not (Path(only).is_file() or Path(only).is_dir())):
+        tell((_verdict_on_file(paths[0], cluster, as_json),), as_json, only if as_json else "")
     check_files(paths, cluster, kind, as_json)
-
-
-def _check_against(paths: tuple[str, ...], model: str, cluster: Cluster, kind: str | None, as_json: bool) -> NoReturn:
-    """Check each config that is found against the model."""
-    from prepkit.cli.check import data_in
-    from prepkit.cli.verdict import findings_data
-    from prepkit.formats.found import below, found
-
-    files = tuple(
-        file
-        for path in paths
-        for file in (below(path) if Path(path).is_dir() else (path,))
-        if path == file or ((one := found(file)) is not None and one.sort == "config")
-    )
-    if len(files) == 1:
-        _tell(_verdicts(files[0], model, cluster, as_json, kind, err=False), as_json, files[0])
-    if not files:
-        raise click.UsageError(f"there is no config in {', '.join(paths)}")
-    every: list[Verdict] = []
-    told: list[dict[str, Any]] = []
-    for file in files:
-        refused, imported = _read(file, kind)
-        given = f"--model {model}"
-        verdicts = (
-            _verdicts(file, model, cluster, as_json, kind, err=False) if imported else (_refused(file, refused, given),)
-        )
-        every += verdicts
-        if as_json:
-            told += findings_data(verdicts, data_in(file))
-        else:
-            say(f"{file}:")
-            _say_verdicts(verdicts, file=file)
-    if as_json:
-        say_json({"findings": told, "cannot_know": _not_known(tuple(every))})
-    sys.exit(0 if all(verdict.plan is not None for verdict in every) else 1)
-
-
-def _refused(file: str, refused: PlanRejected | None, given: str) -> Verdict:
-    from prepkit.cli.verdict import Verdict
-
-    said = refused.findings if refused else ()
-    return Verdict(world_size=1, plan=None, findings=(*said, cli_refusal.unasked(file, given)))
-
-
-def _tell(verdicts: tuple[Verdict, ...], as_json: bool, file: str = "") -> NoReturn:
-    """Say what the rules say, and end the command."""
-    _say_verdicts(verdicts, as_json, file)
-    sys.exit(0 if all(verdict.plan is not None for verdict in verdicts) else 1)
-
-
-def _say_verdicts(verdicts: tuple[Verdict, ...], as_json: bool = False, file: str = "") -> None:
-    """``file``: the config that they are about, in which each finding has its place."""
-    from prepkit import codec
-    from prepkit.cli.check import data_in, lines_in, unknown_in, unknown_lines
-    from prepkit.cli.verdict import findings_data, verdicts_text
-
-    legal = tuple(str(verdict.world_size) for verdict in verdicts if verdict.plan is not None)
-    plan = next((verdict.plan for verdict in verdicts if verdict.plan is not None), None)
-    unknown = {} if plan is None else unknown_in(plan)
-    if as_json:
-        data = data_in(file) if file else codec.to_data
-        say_json({"findings": findings_data(verdicts, data), "cannot_know": _not_known(verdicts)})
-    elif text := verdicts_text(verdicts, lines_in(file) if file else str):
-        say(text)
-    if plan is not None and not as_json:
-        from prepkit import planner
-
-        say(f"a plan exists for world size {', '.join(legal)}")
-        if (costs := planner.costs(plan)) is not None:
-            say(str(costs))
-        say("\n".join(("cannot know here:", *unknown_lines(unknown))) if unknown else "every rule could be asked")
-
-
-def _not_known(verdicts: tuple[Verdict, ...]) -> list[dict[str, Any]]:
-    """What rules would have to know beside the first plan, as JSON data."""
-    from prepkit.cli.check import tells, unknown_in
-
-    plan = next((verdict.plan for verdict in verdicts if verdict.plan is not None), None)
-    unknown = {} if plan is None else unknown_in(plan)
-    return [{"what": what, "rules": count, "tells": tells(what)} for what, count in unknown.items()]
-
-
-def _verdicts(
-    config: str, model: str, cluster: Cluster, as_json: bool, kind: str | None, *, err: bool = True
-) -> tuple[Verdict, ...]:
-    """One per world size. Ends the command if config or model cannot be had, and says why, on stderr if ``err``.
-
-    The config first: a slip of the pen is told in a moment, and importing a model may take a minute.
-    """
-    from prepkit.cli.check import data_in, lines_in
-    from prepkit.cli.verdict import judge, placed
-
-    refused, imported = _read(config, kind)
-    if refused is not None and _is_plan(config):
-        raise click.UsageError(f"{config} is a plan file: show it, or check it without --model")
-    if imported is None:
-        note = PlanRejected((cli_refusal.unasked(config, f"--model {model}"),))
-        line = str if err else lines_in(config)
-        cli_refusal.refuse((refused, note), as_json, err=err, line=line, data=data_in(config))
-    envs, weights = cluster.envs(imported), imported.config.weights
-    how = weights if isinstance(weights, LoadWeights) else None
-    facts = cli_refusal.attempt(lambda: cli_model.facts(model, envs[0], how))
-    if isinstance(facts, PlanRejected):
-        cli_refusal.refuse((refused, facts), as_json, err=err, data=data_in(config))
-    every = (evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders) for env in envs)
-    asked = ((cluster.with_optimizer(imported.for_size(one.env.world_size)), one) for one in every)
-    return tuple(placed(judge(cfg, one), imported, refused) for cfg, one in asked)
-
-
-def _read(config: str, kind: str | None) -> tuple[PlanRejected | None, Imported | None]:
-    """Return what is wrong with the file, if anything, and what can be read of it, if anything."""
-    imported = cli_import.read(config, kind)
-    if not isinstance(imported, PlanRejected):
-        return None, imported
-    return imported, imported.rest if isinstance(imported.rest, Imported) else None
 
 
 def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
@@ -283,19 +172,6 @@ def _verdict_on_file(file: str, cluster: Cluster, as_json: bool) -> Verdict:
     if cluster.envs() != (None,) or cluster.declared_loaders or cluster.optimizer is not None:
         raise click.UsageError("a plan file carries its environment: --world-size and the like go with --model")
     return judge(loaded.config, loaded.facts)
-
-
-def _is_plan(file: str) -> bool:
-    """Return whether a file that is no config says that it is a plan. Only of one that can be read again: no pipe."""
-    from prepkit import codec
-
-    if not Path(file).is_file():
-        return False
-    try:
-        data = json.loads(Path(file).read_bytes())
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and data.get("kind") == codec.KIND
 
 
 # --- show, diff, rules, rehearse -----------------------------------------------------------------------------------

@@ -40,9 +40,11 @@ _SHOWN = 12
 _TELLS = {
     "the model": "add --model FOLDER, with its config.json, or --model PKG.MOD:FACTORY, a function that returns it",
     "the number of processes": "add --world-size N",
+    "the processes of a node": "add --per-node N",
     "the device type": "add --device cuda",
     "the version of torch": "add --torch VERSION",
-    "the optimizer": "run prepkit audit SCRIPT, where it trains",
+    "the optimizer": "add --optimizer adamw, or run prepkit audit SCRIPT, where it trains",
+    "the samples that a rank reads at once": "add --batch-size N",
 }
 """What a rule would have to know, and what tells it."""
 _ELSEWHERE = "run prepkit audit SCRIPT, where it trains"
@@ -88,6 +90,10 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
             continue
         after, gone = mended(source, one.kind, wrong.get(one.path, ()))
         name, keys = with_names(one.path, (one.path,)), ", ".join(map(key_of, gone))
+        if gone and not _within(one.path, paths):
+            there = with_names(os.path.relpath(real), (os.path.relpath(real),))
+            say(f"{name} is a link to {there}, which is not in {_given(paths)}, and is left as it is: {keys}", err=True)
+            continue
         if gone and not _writable(one.path):
             say(f"{name} may not be written, and is left as it is: {keys}", err=True)
             continue
@@ -111,6 +117,16 @@ def mend_files(paths: tuple[str, ...], cluster: Cluster, kind: str | None, as_di
         say(f"{len(left)} {are} not mended: {', '.join(left[:_SHOWN])}{more}", err=True)
     if as_diff:
         sys.exit(1 if changed else 0)
+
+
+def _within(path: str, paths: tuple[str, ...]) -> bool:
+    """Whether the file was named itself, or lies in one of the folders that were, wherever links lead."""
+    roots = [Path(one).resolve() for one in paths if Path(one).is_dir()]
+    return path in paths or any(Path(path).resolve().is_relative_to(root) for root in roots)
+
+
+def _given(paths: tuple[str, ...]) -> str:
+    return ", ".join(with_names(path, (path,)) for path in paths)
 
 
 def _writable(path: str) -> bool:
@@ -284,7 +300,7 @@ def unknown_in(plan: Plan) -> Mapping[str, int]:
     seen = {
         "the optimizer": facts.optimizer is not None or plan.config.optimizer is not None,
         "the scheduler": facts.scheduler is not None,
-        "the loaders": bool(facts.loaders),
+        "the loaders": any(one.length is not None or one.sampler != "sequential" for one in facts.loaders),
         "the checkpoint": facts.checkpoint is not None or not isinstance(plan.config.weights, LoadWeights),
     }
     return Counter(what for _, what in answers.unasked if not seen.get(what))

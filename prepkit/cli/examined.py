@@ -62,6 +62,8 @@ class Checked:
     absent: str = ""
     supposed: str = ""
     """What the costs suppose that the file does not say."""
+    sizes: Mapping[int, int | None] = field(factory=dict)
+    """Processes that scripts start with it, in all, to those of a node; empty where no script says."""
     costs: Costs | None = None
     """What a rank of its plan holds and sends, where model and number of processes are known."""
 
@@ -79,7 +81,7 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
     """
     founds = files_found(paths, kind)
     scripts = {one.path: read_script(one.path) for one in founds if one.sort == "script"}
-    sizes, missing, more = _started(scripts.values())
+    sizes, nodes, missing, more = _started(scripts.values())
     known = {_real(one.path) for one in founds}
     theirs = {_real(one.path): one for one in more if one.kind == "accelerate"}  # whatever else its keys would tell
     founds = [evolve(theirs.get(_real(one.path), one), path=one.path) for one in founds]
@@ -101,7 +103,8 @@ def examined(paths: tuple[str, ...], cluster: Cluster, kind: str | None = None) 
 
     for one in sorted(founds, key=lambda one: one.kind == "deepspeed"):
         try:
-            yield _made_before(of(one), tuple(scripts.values()))
+            checked = evolve(of(one), sizes=nodes.get(_real(one.path), {}))
+            yield _made_before(checked, tuple(scripts.values()))
         except click.ClickException:
             raise
         except Exception as error:  # which loses no other file's findings
@@ -214,14 +217,21 @@ def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
 
 def _started(
     scripts: Iterable[Script],
-) -> tuple[dict[str, dict[int, str]], dict[str, tuple[NamedFile, ...]], tuple[Found, ...]]:
-    """World sizes that scripts start a config with, and where; the configs that are not there; and those that are."""
+) -> tuple[
+    dict[str, dict[int, str]], dict[str, dict[int, int | None]], dict[str, tuple[NamedFile, ...]], tuple[Found, ...]
+]:
+    """World sizes that scripts start a config with, and where; of each the processes of a node.
+
+    Beside them the configs that are not there, and those that are.
+    """
     sizes: dict[str, dict[int, str]] = {}
+    nodes: dict[str, dict[int, int | None]] = {}
     missing: dict[str, tuple[NamedFile, ...]] = {}
     there: dict[str, Found] = {}
     for script in scripts:
         for launch in script.launches:
-            processes = started(launch).processes
+            begun = started(launch)
+            processes = begun.processes
             for named in launch.configs:
                 place = named.place
                 if place is None:
@@ -235,7 +245,8 @@ def _started(
                 there.setdefault(place, evolve(one, why=why))
                 if processes and not (place.endswith(".json") and trained(launch)):
                     sizes.setdefault(_real(place), {}).setdefault(processes, processes_said(script.path, launch))
-    return sizes, missing, tuple(there.values())
+                    nodes.setdefault(_real(place), {}).setdefault(processes, begun.per_node)
+    return sizes, nodes, missing, tuple(there.values())
 
 
 def _script(one: Found, script: Script, missing: tuple[NamedFile, ...]) -> Checked:
@@ -399,9 +410,11 @@ def _asked(one: Found, cluster: Cluster, imported: Imported, sizes: Mapping[int,
     if model is not None and "world_size" in envs[0][1]:
         from prepkit import planner
 
-        facts = Facts(model=model, env=envs[0][0], loaders=cluster.declared_loaders)
-        supposed = asked if asked.optimizer is not None else evolve(asked, optimizer=AdamW(lr=_RATE))
-        checked = evolve(checked, supposed="" if supposed == asked else ", and supposing AdamW")
+        filled = cluster.filled_by(imported)
+        facts, made = Facts(model=model, env=envs[0][0]), filled.with_optimizer(asked)
+        supposed = made if made.optimizer is not None else evolve(made, optimizer=AdamW(lr=_RATE))
+        checked = evolve(checked, supposed="" if supposed == made else ", and supposing AdamW")
+        facts = evolve(facts, loaders=filled.declared_loaders)
         costs = planner.plan(supposed, facts).map(planner.costs).value_or(None)
     return _Asked(evolve(checked, fine=fine, unknown=unknown, costs=costs), said)
 

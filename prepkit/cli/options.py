@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,23 +95,33 @@ class Cluster:
         size = self.batch_size
         return () if size is None else (LoaderFacts(batch_size=size, length=None, sampler="sequential"),)
 
-    def envs(self, imported: Imported | None = None) -> tuple[Env | None, ...]:
+    def filled_by(self, imported: Imported) -> Cluster:
+        """The same with what the file itself says, where the command line says nothing."""
+        size, optimizer = self.batch_size or imported.batch_size, self.optimizer or imported.optimizer
+        return evolve(self, batch_size=size, optimizer=optimizer)
+
+    def envs(
+        self, imported: Imported | None = None, started: Mapping[int, int | None] | None = None
+    ) -> tuple[Env | None, ...]:
         """One declared environment per world size; ``(None,)``, the environment that is here, when nothing is said.
 
-        What the command line leaves open is as an imported config declares it.
+        What the command line leaves open is as scripts start it, ``started``: all processes to those of a node; and
+        else as an imported config declares it.
         """
-        options = {"device": self.device, "per_node": self.per_node, "memory": self.memory, "torch": self.torch}
-        options["host_memory"] = self.host_memory
+        options = {"device": self.device, "memory": self.memory, "torch": self.torch, "host_memory": self.host_memory}
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        sizes = self.sizes
+        sizes, each = self.sizes or tuple(started or ()), dict(started or {})
         if imported is not None and imported.world_size is not None:
             sizes = sizes or (imported.world_size,)
-            declared = {"per_node": imported.per_node if sizes == (imported.world_size,) else None}
-            declared["device"] = imported.device  # type: ignore[assignment]  # a name beside a number
-            given = {name: value for name, value in declared.items() if value is not None} | given
-        if not given and not sizes:
+            if sizes == (imported.world_size,):
+                each.setdefault(imported.world_size, imported.per_node)
+            given = ({} if imported.device is None else {"device": imported.device}) | given
+        if not given and not sizes and self.per_node is None:
             return (None,)
-        return tuple(Env.declare(world_size=size, **given) for size in dict.fromkeys(sizes or (1,)))
+        return tuple(
+            Env.declare(world_size=size, per_node=self.per_node or each.get(size), **given)
+            for size in dict.fromkeys(sizes or (1,))
+        )
 
 
 def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:

@@ -68,6 +68,7 @@ def sweep(
     imported = cli_import.read(config, kind)
     if isinstance(imported, PlanRejected):  # before the model is imported, which may take a minute
         cli_refusal.refuse((imported, PlanRejected((cli_refusal.unasked(config),))), as_json)
+    cluster = cluster.filled_by(imported)
     cfg, env = cluster.with_optimizer(imported.config), cluster.envs(imported)[0]
     facts = cli_refusal.attempt(lambda: cli_model.facts(model, env))
     if isinstance(facts, PlanRejected):

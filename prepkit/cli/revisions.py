@@ -351,14 +351,15 @@ def planner(model: str | None, cluster: Cluster) -> Plans:
     def plan(_: str, config: Config, imported: Imported | None) -> Plan | PlanRejected | None:
         if model is None:
             return None
-        env: Env | None = cluster.envs(imported)[0]
+        there = cluster if imported is None else cluster.filled_by(imported)
+        env: Env | None = there.envs(imported)[0]
         if not seen:
             seen.append(cli_files.attempt(lambda: cli_files.facts(model, env)))
         facts = seen[0]
         if isinstance(facts, PlanRejected):
             cli_files.refuse((facts,), as_json=False)
-        facts = evolve(facts, env=env or facts.env, loaders=cluster.declared_loaders)
-        verdict = judge(cluster.with_optimizer(config), facts)
+        facts = evolve(facts, env=env or facts.env, loaders=there.declared_loaders)
+        verdict = judge(there.with_optimizer(config), facts)
         return verdict.plan if verdict.plan is not None else PlanRejected(verdict.findings)
 
     return plan

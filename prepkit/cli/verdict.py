@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
@@ -30,6 +32,8 @@ class Verdict:
     """The reasons against a plan, or the warnings of the plan."""
     accepted: tuple[Finding, ...] = ()
     """Errors that the config overrides."""
+    supposed: tuple[str, ...] = ()
+    """What a script says, and the file does not: the plan supposes the plainest of it."""
 
 
 def judge(cfg: Config, facts: Facts) -> Verdict:
@@ -41,6 +45,17 @@ def judge(cfg: Config, facts: Facts) -> Verdict:
         .lash(lambda findings: Success(Verdict(world_size=size, plan=None, findings=findings)))
         .unwrap()
     )
+
+
+def is_plan(file: str) -> bool:
+    """Return whether a file that is no config says that it is a plan. Only of one that can be read again: no pipe."""
+    if not Path(file).is_file():
+        return False
+    try:
+        data = json.loads(Path(file).read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("kind") == codec.KIND
 
 
 def recorded_in(policy: Policy, file: str, verdict: Verdict) -> Verdict:

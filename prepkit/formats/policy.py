@@ -5,12 +5,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
-from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
-import attrs
 from attrs import evolve, field, frozen
 
 from prepkit import codec
@@ -19,13 +16,13 @@ from prepkit.codec.languages import TAG
 from prepkit.codec.text import shown
 from prepkit.facts import parse_bytes
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.findings.text import in_bytes
+from prepkit.findings.text import in_bytes, near
 from prepkit.formats.exceptions import Exempt, sort
 from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import read
 from prepkit.formats.places import FilePlace, place_of
 from prepkit.plan import Plan
-from prepkit.predict.said import BYTES, CONFIG, WHATS, every, said
+from prepkit.predict.said import BYTES, CONFIG, NUMBERS, TELLS, WHATS, every, impossible, said
 from prepkit.rules import by_id, found
 from prepkit.rules.rule import Moment, Rule
 
@@ -61,7 +58,6 @@ _PASSES = {
     "has": "does not have {}",
 }
 """What passes each test, as a clause: the contrary of what breaks it."""
-_NUMBERS = ("above", "below")
 _LISTS = ("in", "not_in")
 _IDS = ("warnings", "overridden", "config.overrides")
 """Lists of ids of rules."""
@@ -83,15 +79,18 @@ class Threshold:
     fix: str
     written: str
     """File, line and column of the rule."""
+    written_limit: str
+    """The same of what the value is compared with."""
 
     def ask(self, values: dict[str, Any]) -> Iterator[Finding]:
         """The finding about a plan that breaks it, or that does not say the value: what is not known is no pass."""
         for value in tuple(_asked(values, self.what)) or (None,):
-            unknown = value is None if self.test == "has" else self.test in _NUMBERS and not _is_number(value)
+            unknown = value is None if self.test == "has" else self.test in NUMBERS and not _is_number(value)
             if unknown:
                 none = f"the plan says no {self.what}" if value is None else f"{self.what} is {shown(value)}, no number"
                 what = f"{none}, so that nobody knows whether it {self._passing()}"
-                yield self._found(f"plan.{self.what}", what, f"declare more of the cluster; {self.fix}")
+                tells = f"plan with {TELLS[self.what]}; " if value is None and self.what in TELLS else ""
+                yield self._found(f"plan.{self.what}", what, f"{tells}{self.fix}")
                 return
             if _TESTS[self.test](value, self.limit):
                 what = f"{self.what} is {_text(self.what, value)}; it passes where it {self._passing()}: {self.because}"
@@ -170,9 +169,22 @@ def read_policies(files: Iterable[str]) -> Policy:
             exempt=(*policy.exempt, *one.exempt),
             files=(*policy.files, file),
         )
+    wrong += _without_rule(policy)
     if wrong:
         raise PlanRejected(tuple(wrong))
     return policy
+
+
+def _without_rule(policy: Policy) -> Iterator[Finding]:
+    """What is asked about rules that there are not: a team's own are those of the files that were read together."""
+    ids = (*by_id(), *policy.asks)
+    subjects = {name.partition(".")[0] for name in by_id()}
+    for one in policy.thresholds:
+        for name in _texts(one.limit) if one.what in _IDS else ():
+            close = near(name, ids, 1, 0.9)
+            if name not in ids and (close or name.partition(".")[0] in subjects or not name):
+                fix = f'Write "{close[0]}".' if close else "Write the id of a rule: prepkit rules lists them."
+                yield _broken(one.written_limit, f"there is no rule {name or shown(name)}", fix)
 
 
 def judge(policy: Policy, plan: Plan, today: date, file: str = "") -> Judged:
@@ -253,7 +265,10 @@ def _of_toml(file: str) -> Policy:
         raise PlanRejected((_nothing(file),) if empty else tuple(_damaged(file, text, refused))) from None
     if not data:
         raise PlanRejected((_nothing(file),))
-    return _Reader(file, positions(source.text, ".toml")).policy(data)
+    made = _Reader(file, positions(source.text, ".toml")).policy(data)
+    if not made.asks and not made.exempt:
+        raise PlanRejected((_nothing(file),))
+    return made
 
 
 def _damaged(file: str, text: str, refused: PlanRejected) -> Iterator[Finding]:
@@ -329,6 +344,7 @@ class _Reader:
             because=entry["because"],
             fix=entry.get("fix", f"Change the config so that {entry['what']} {_passing(entry['what'], test, limit)}."),
             written=self.where(at_),
+            written_limit=self.where(f"{at_}.{test}"),
         )
 
     def says(self, at_: str, what: str) -> tuple[Any, ...]:
@@ -337,16 +353,16 @@ class _Reader:
             return (WHATS[what],)
         table, _, rest = what.partition(".")
         if table != "config" or not rest:
-            near = get_close_matches(what, WHATS, n=1) or [path for path in WHATS if path.rpartition(".")[2] == what]
+            close = near(what, WHATS, 1) or [path for path in WHATS if path.rpartition(".")[2] == what]
             inside = [path for path in WHATS if path.startswith(f"{what}.")]
             many = f"Write one of {', '.join(inside or WHATS)}{'' if inside else ', or config. with a setting'}."
-            self.say(at_, f"a plan says no {shown(what)}", f'Write "{near[0]}".' if near and not inside else many)
+            self.say(at_, f"a plan says no {shown(what)}", f'Write "{close[0]}".' if close and not inside else many)
             return ()
         path, types = "config", (CONFIG,)
         for name in rest.split("."):
             if not (found := tuple(kind for one in types for kind in field_types.within(one, name))):
                 known = tuple(dict.fromkeys(key for one in types for key in field_types.names_within(one)))
-                close = get_close_matches(name, known, n=1)
+                close = near(name, known, 1)
                 fix = f'Write "{path}.{close[0]}".' if close else f"Write one of {', '.join(known)} behind {path}."
                 self.say(at_, f"{path} has no {shown(name)}", fix if known else f'Write "{path}": nothing is inside.')
                 return ()
@@ -360,7 +376,7 @@ class _Reader:
             fix = "Write what it may have." if listed else f"Write [{shown(value)}]."
             self.say(at_, "the list is empty" if listed else f"{shown(value)} is not a list", fix)
             return value
-        if test in _NUMBERS and not _is_number(value) and not (what in BYTES and isinstance(value, str)):
+        if test in NUMBERS and not _is_number(value) and not (what in BYTES and isinstance(value, str)):
             self.say(at_, f"{shown(value)} is not a number", "Write a number.")
             return value
         if what in BYTES:
@@ -370,23 +386,9 @@ class _Reader:
                 self.say(at_, str(error), 'Write a size such as "70GiB".')
                 return value
             value = sized if isinstance(value, list) else sized[0]
-        kinds = tuple(one for cls in types for one in field_types.options(cls))
-        if test == "has":
-            kinds = _items(kinds)
         for one in value if test in _LISTS else [value]:
-            if test in _NUMBERS:
-                fitting = int in kinds or float in kinds
-            else:
-                fitting = any(field_types.may_be(kind, one) for kind in kinds)
-            if not fitting:
-                self.say(at_, *_never(what, test, one, kinds))
-            elif (
-                what in _IDS
-                and test == "has"
-                and one not in by_id()
-                and (near := get_close_matches(one, by_id(), 1, 0.9))
-            ):
-                self.say(at_, f"there is no rule {one}", f'Write "{near[0]}".')
+            if told := impossible(what, test, one, types):
+                self.say(at_, *told)
         return value
 
     def exception(self, at_: str, entry: dict[str, Any]) -> Exempt | None:
@@ -416,8 +418,9 @@ class _Reader:
     def keys(self, at_: str, entry: dict[str, Any], known: tuple[str, ...], needed: tuple[str, ...]) -> None:
         for key, value in entry.items():
             if key not in known:
-                near = get_close_matches(key, known, n=1)
-                self.say(f"{at_}.{key}", f"{shown(key)} is no key of it", f"Write {near[0]}." if near else "Remove it.")
+                close = near(key, known, 1)
+                fix = f"Write {close[0]}." if close else "Remove it."
+                self.say(f"{at_}.{key}", f"{shown(key)} is no key of it", fix)
             elif key not in _TESTS and not isinstance(value, str):
                 self.say(f"{at_}.{key}", f"{shown(value)} is not text", "Write it in quotes.")
         for key in needed:
@@ -438,32 +441,12 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _items(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The types of what lists of these types have, and the objects that stand for a list of one."""
-    listed = [one for kind in kinds if field_types.is_tuple(kind) for one in get_args(kind) if one is not Ellipsis]
-    items = tuple(dict.fromkeys(one for kind in listed for one in field_types.options(kind)))
-    return (*items, *(one for one in kinds if attrs.has(one))) if items else ()
-
-
-def _never(what: str, test: str, value: object, kinds: tuple[Any, ...]) -> tuple[str, str]:
-    """Why no plan has this value there, and what to type."""
-    if not kinds:
-        return f"{what} is no list, so that it has nothing", "Write is, or in with a list."
-    named = [one.__name__ for one in kinds if one in field_types.tagged()]
-    named += [one for kind in kinds if field_types.is_choice(kind) for one in field_types.choices(kind)]
-    plain = [field_types.describe(one) for one in kinds if one in field_types.SCALARS and one is not NoneType]
-    plain += [field_types.describe(one) for one in kinds if field_types.is_tuple(one) and not named]
-    ways = tuple(dict.fromkeys((*(f'"{one}"' for one in named), *plain)))
-    if not ways:
-        known = [name for kind in kinds for name in field_types.names_within(kind)]
-        return f"{what} is no single value", f"Ask about one of its settings: {', '.join(known)}."
-    of_kind = f"{what} is one of {', '.join(ways)}" if len(ways) > 1 else f"{what} is {ways[0]}"
-    if test in _NUMBERS:
-        return f"{of_kind}, and no number", "Write is, is_not, in or not_in."
-    if isinstance(value, str) and any(map(field_types.is_tuple, kinds)) and not named:
-        return f"{of_kind}, and never {shown(value)}", f'Write has = "{value}".'
-    near = get_close_matches(value, named, n=1) if isinstance(value, str) else []
-    return f"{of_kind}, and never {shown(value)}", f'Write "{near[0]}".' if near else f"Write {' or '.join(ways)}."
+def _texts(value: Any) -> Iterator[str]:
+    """Texts in a limit, however deep its lists are."""
+    if isinstance(value, str):
+        yield value
+    for one in value if isinstance(value, list) else ():
+        yield from _texts(one)
 
 
 # --- Python ----------------------------------------------------------------------------------------------------------
@@ -483,6 +466,9 @@ def _of_python(file: str) -> Policy:
         ) from error
     if not isinstance(rules, tuple | list) or not all(isinstance(rule, Rule) for rule in rules):
         what = "it has no RULES, a tuple of prepkit.rules.Rule"
+        raise PlanRejected((_broken(f"{file}:1:1", what, "Write RULES = (Rule(...),) at its end."),))
+    if not rules:
+        what = "it asks nothing: RULES is empty"
         raise PlanRejected((_broken(f"{file}:1:1", what, "Write RULES = (Rule(...),) at its end."),))
     for rule in rules:
         if rule.at != (Moment.PLAN,):

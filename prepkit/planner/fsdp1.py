@@ -10,6 +10,7 @@ from prepkit.planner.weights import prepare_loaders
 from prepkit.resolve.engines import engine_of
 from prepkit.resolve.resolved import Resolved
 from prepkit.resolve.units import full_precision_units, ignored_modules
+from prepkit.rules.mesh import strategy
 from prepkit.steps import BuildMesh, FlatUnit, LocalDevice, WrapFSDP1
 
 
@@ -56,9 +57,10 @@ def wrap(resolved: Resolved) -> Piece:
     norms = full_precision_units(resolved.cfg, facts.model)
     inner = tuple(FlatUnit(path=path, full_precision=path in norms) for path in resolved.units)
     alone = resolved.planned_mesh[-1].size == 1  # torch would switch by itself, and warn once per unit
+    copies = len(resolved.planned_mesh) > 1  # a hybrid strategy on one node has one copy, and averages over itself
     step = WrapFSDP1(
         units=(*inner, FlatUnit(path="")),
-        sharding="NO_SHARD" if alone else engine.sharding,
+        sharding="NO_SHARD" if alone else engine.sharding if copies else strategy(engine, hybrid=False).sharding,
         device=LocalDevice(type=resolved.compute_device),
         param_dtype=dtypes.param if dtypes else None,
         reduce_dtype=dtypes.reduce if dtypes else None,

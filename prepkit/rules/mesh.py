@@ -44,6 +44,9 @@ def _axes(resolved: Resolved) -> Iterator[Hit]:
     if not isinstance(cfg.engine, FSDP1) or mesh_axes is None or size_of("tensor", mesh_axes) > 1:  # another rule's
         return
     sharding, mesh, world = cfg.engine.sharding, cfg.mesh, resolved.facts.env.world_size
+    per_node = resolved.facts.env.per_node if is_hybrid(cfg.engine) and mesh is None else world
+    if is_hybrid(cfg.engine) and mesh is None and per_node and world <= per_node:
+        return  # torch shards over the one node, and averages over a group of one
     if is_hybrid(cfg.engine) and (len(mesh_axes) < 2 or mesh_axes[1].size == 1):
         shown = " x ".join(f"{axis.name}={axis.size}" for axis in mesh_axes)
         what = f"{sharding} needs copies of at least 2 shards each, but the mesh is {shown}"
@@ -51,6 +54,8 @@ def _axes(resolved: Resolved) -> Iterator[Hit]:
         what += ": torch would neither shard nor average, and every rank would train a copy of its own." * alone
         options = " or ".join(f"Mesh(replicate={m.replicate}, shard={m.shard})" for m in _hybrids(world)[:3])
         fix = f"Write mesh={options}." if options else 'Write sharding="FULL_SHARD".'
+        if per_node is None:
+            fix = f"Say how many processes a node has, --per-node 8 on the command line, or w{fix[1:]}"
         yield Hit("config.mesh" if mesh else "config.engine.sharding", what + "." * (not alone), fix)
     elif (
         mesh is not None

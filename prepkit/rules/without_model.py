@@ -15,6 +15,7 @@ from prepkit.rules.rule import Hit, Rule
 
 _NOT_SEEN = {
     "world_size": "the number of processes",
+    "per_node": "the processes of a node",
     "device": "the device type",
     "torch": "the version of torch",
     "release": "the version of torch",

@@ -86,7 +86,7 @@ def test_a_threshold_denies_and_warns_and_names_its_line(folder: Path) -> None:
     [
         ('what = "world_size"\nabove = 1', True),
         ('what = "world_size"\nabove = 100000', False),
-        ('what = "world_size"\nbelow = 1', False),
+        ('what = "world_size"\nbelow = 2', False),
         ('what = "engine"\nis = "DDP"', True),
         ('what = "engine"\nis_not = "DDP"', False),
         ('what = "engine"\nin = ["FSDP1", "DDP"]', True),
@@ -179,6 +179,21 @@ def test_each_of_several_optimizers_is_asked_and_true_is_not_one(folder: Path) -
         ('what = "world_size"\nhas = 8', "world_size is no list", "Write is, or in with a list."),
         ('what = "warnings"\nis = "optimizer.none"', "and never 'optimizer.none'", 'Write has = "optimizer.none".'),
         ('what = "warnings"\nhas = "wrap.clas-not-found"', "no rule wrap.clas-", 'Write "wrap.class-not-found".'),
+        ('what = "warnings"\nhas = "mesh.nosuch"', "there is no rule mesh.nosuch", "Write the id of a rule"),
+        ('what = "overridden"\nis = ["mesh.nosuch"]', "there is no rule mesh.nosuch", "Write the id of a rule"),
+        ('what = "config.overrides"\nhas = ""', "there is no rule ''", "Write the id of a rule"),
+        ('what = "config.optimizer"\nis = "Adamw"', "and never 'Adamw'", 'Write "AdamW".'),
+        ('what = "optimizer"\nis = "Adamw"', "optimizer is never 'Adamw'", 'Write "AdamW".'),
+        ('what = "optimizer"\nnot_in = ["AdamW", ""]', "optimizer is never ''", 'Write "AdamW" or'),
+        ('what = "device"\nis = "cudaa"', "device is never 'cudaa'", 'Write "cuda".'),
+        ('what = "device"\nis = "gpu"', "device is never 'gpu'", 'Write "cpu" or "cuda" or'),
+        ('what = "memory.at_most"\nabove = nan', "the same answer to nan", "Write a finite number."),
+        ('what = "world_size"\nabove = inf', "the same answer to inf", "Write a finite number."),
+        ('what = "config.clip.max_norm"\nbelow = -inf', "the same answer to -inf", "Write a finite number."),
+        ('what = "config.clip.max_norm"\nin = [1.0, nan]', "the same answer to nan", "Write a finite number."),
+        ('what = "world_size"\nbelow = 1', "world_size is never below 1", "Write at least 2."),
+        ('what = "traffic.sent"\nbelow = 0', "traffic.sent is never below 0", "Write at least 1."),
+        ('what = "world_size"\nin = [8, 0]', "world_size is never as low as 0", "Write at least 1."),
         ('what = "memory"\nabove = 8', "a plan says no 'memory'", "Write one of memory.for_certain, memory.at_most"),
     ],
 )
@@ -190,7 +205,7 @@ def test_what_no_plan_can_break_is_refused_at_its_line(folder: Path, line: str, 
     assert (what in found.what, found.fix.startswith(fix)) == (True, True), found
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", "# later\n"])
+@pytest.mark.parametrize("text", ["", "\n \n", "# later\n", "deny = []\n", "deny = []\nexception = []\n"])
 def test_a_policy_that_asks_nothing_passes_nothing_and_is_told_how_to_ask(folder: Path, text: str) -> None:
     with pytest.raises(PlanRejected) as refused:
         policy(folder, text)
@@ -198,6 +213,23 @@ def test_a_policy_that_asks_nothing_passes_nothing_and_is_told_how_to_ask(folder
     assert (found.rule, found.where) == ("policy.broken", "policy.toml:1:1")
     assert found.what.startswith("it asks nothing")
     assert found.fix.startswith("Write [[deny]]")
+
+
+def test_names_that_a_team_has_added_may_be_asked_about(folder: Path) -> None:
+    ask = '[[deny]]\nid = "memory.ours"\nbecause = "y"\n'
+    for line in (
+        'what = "optimizer"\nis = "MyAdamW"',
+        'what = "optimizer"\nis = "AdamW + Muon"',
+        'what = "device"\nis = "tenstorrent"',
+        'what = "world_size"\nabove = 0',
+        'what = "overridden"\nhas = "memory.ours"',
+        'what = "overridden"\nhas = "team.rule"',
+    ):
+        policy(folder, f"{ask}{line}\n")
+    policy(folder, RULES.replace("ours.alone", "mesh.alone"), "rules.py")
+    (folder / "policy.toml").write_text(f'{ask}what = "overridden"\nhas = "mesh.alone"\n')
+    assert len(read_policies(("policy.toml", "rules.py")).asks) == 2
+    assert len(places(folder, f'{ask}what = "overridden"\nhas = "mesh.alone"\n')) == 1
 
 
 def test_the_paths_that_policies_may_name_are_those_that_a_plan_says() -> None:
@@ -243,6 +275,8 @@ def test_a_broken_policy_passes_nothing_and_names_its_line(folder: Path) -> None
     assert places(folder, EXCEPT.replace('owner = "ana"\n', "")) == ["policy.toml:2:1"]
     assert places(folder, "[[denied]]\nid = 1\n") == ["policy.toml:1:1"]
     assert places(folder, "RULES = (1,)", "rules.py") == ["rules.py:1:1"]
+    assert places(folder, "RULES = ()", "rules.py") == ["rules.py:1:1"]
+    assert places(folder, "RULES = []", "rules.py") == ["rules.py:1:1"]
     assert places(folder, "\nx = 1 / 0\n", "rules.py") == ["rules.py:2:1"]
     assert places(folder, "\n\nx = (\n", "rules.py") == ["rules.py:3:1"]
     assert places(folder, "RULES = ()\nraise SystemExit(0)\n", "rules.py") == ["rules.py:2:1"]
@@ -296,6 +330,7 @@ def test_a_policy_knows_the_optimizer_that_the_config_asks_for(folder: Path) -> 
         ('engine = "DDP"\noptimizer = "AdamW"\n', ""),
         ('engine = "DDP"\noptimizer = "SGD"\n', "optimizer is 'SGD'"),
         (f"[engine]\nkind = 'DeepSpeed'\nconfig = '{json_of}'\n", "optimizer is 'Lion'"),
+        (f"[engine]\nkind = 'DeepSpeed'\nconfig = '{json_of.replace('Lion', 'adamw')}'\n", ""),
     ):
         (folder / "c.toml").write_text(text)
         done = run("plan", "c.toml", *MAKE, "--world-size", "2", "--device", "cuda", "--policy", "p.toml")

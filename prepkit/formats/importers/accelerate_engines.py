@@ -72,17 +72,6 @@ def meant_type(file: Foreign, types: Sequence[str], sections: Mapping[str, Seque
     return next(iter(near(str(given).upper(), types, 1)), next(told, "MULTI_GPU"))
 
 
-def _sharding(file: Foreign) -> Sharding:
-    """The strategy; a copy per machine, where there is one machine, is one copy: torch averages over a group of one."""
-    asked = cast("Sharding", file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding"))
-    started, machines = file.data.get("num_processes"), file.data.get("num_machines")
-    alone = file.kind == "accelerate" and started is not None and machines in (None, 1, "1")
-    return (_ONE_COPY.get(asked, asked) if alone else asked) or "FULL_SHARD"
-
-
-_ONE_COPY: dict[Sharding, Sharding] = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-
-
 def weights(file: Foreign) -> Weights:
     """Rank 0's values for all, where the file lets the others load nothing (M2-13, F1-47).
 
@@ -131,7 +120,7 @@ def _say_digits(file: Foreign, name: str, number: int | None) -> None:
 
 
 def _first(file: Foreign) -> FSDP1:
-    strategy = _sharding(file)
+    strategy = cast("Sharding", file.word(f"{_IN_FSDP}fsdp_sharding_strategy", STRATEGIES, "engine.sharding"))
     reshard = f"{_IN_FSDP}fsdp_reshard_after_forward"
     if file.has(reshard):
         file.without_effect(reshard, "FSDP of version 1 reads fsdp_sharding_strategy in its place", "Remove it.")
@@ -147,7 +136,7 @@ def _first(file: Foreign) -> FSDP1:
     sync = file.flag(f"{_IN_FSDP}fsdp_sync_module_states", "engine.sync_module_states")
     return FSDP1(
         wrap=_wrap(file),
-        sharding=strategy,
+        sharding=strategy or "FULL_SHARD",
         offload=file.flag(f"{_IN_FSDP}fsdp_offload_params", "engine.offload") or False,
         backward_prefetch=prefetch or "NO_PREFETCH",  # type: ignore[arg-type]
         forward_prefetch=forward or False,

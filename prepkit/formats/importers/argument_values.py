@@ -9,6 +9,8 @@ from math import ceil
 from typing import Any
 
 from prepkit.codec.text import shown
+from prepkit.config import SGD, Adafactor, Adagrad, AdamW, Muon, RMSprop
+from prepkit.config.optimizer import OptimizerSpec
 from prepkit.findings.text import near
 from prepkit.formats.importers.foreign import TRUE, Foreign
 from prepkit.resolve.deepspeed.data import AUTO, look
@@ -67,8 +69,56 @@ OF_ADAMW: dict[str, tuple[float, float, str, str]] = {
 """The same of those that the optimizer gets where torch's own is asked for, as it is where nothing is said."""
 
 
+_CREATED: dict[str, type[OptimizerSpec]] = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), AdamW),
+    **dict.fromkeys(("adamw_hf", "adamw_apex_fused"), AdamW),
+    "adafactor": Adafactor,
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+    "muon": Muon,
+}
+"""Words for optimizers to those with the same state; others keep another."""
+_OWN_WAY = ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "loraplus_lr_ratio", "adam_mini")
+"""Switches of LLaMA-Factory that create another optimizer than the one that is named."""
+
+
+def _asked(file: Foreign) -> str:
+    return str(file.data.get("optim") or file.data.get("optimizer") or "adamw_torch")
+
+
+def created(file: Foreign) -> OptimizerSpec | None:
+    """The optimizer that the Trainer creates, AdamW where nothing is said; None: one of another state."""
+    spec = _CREATED.get(_asked(file))
+    if spec is None or any(file.data.get(name) for name in _OWN_WAY):
+        return None
+    said: dict[str, Any] = {"lr": _within(file, "learning_rate", OPTIMIZER["lr"])}
+    if spec is AdamW:
+        betas = tuple(_within(file, f"adam_beta{at}", OPTIMIZER["betas"][at - 1]) for at in (1, 2))
+        said |= {"betas": betas, "eps": _within(file, "adam_epsilon", OPTIMIZER["eps"])}
+        said |= {"weight_decay": _within(file, "weight_decay", OPTIMIZER["weight_decay"])}
+    return spec(**said)
+
+
+def samples(file: Foreign, micro_batch: str) -> int | None:
+    """Samples that a rank reads at once; None where nothing says it, or the Trainer looks for it."""
+    size = _number(file.data.get(micro_batch))
+    looked_for = str(file.data.get("auto_find_batch_size")).lower() in TRUE
+    return None if size is None or not 1 <= size < MOST_SAMPLES or looked_for else int(size)
+
+
+MOST_SAMPLES = 2**31
+"""Samples that no rank reads at once."""
+
+
+def _within(file: Foreign, name: str, else_: float) -> float:
+    """What the file says, where that may be: what may not is told of the key."""
+    value, (least, below, *_) = _number(file.data.get(name)), OF_ADAMW[name]
+    return else_ if value is None or not least <= value < below else value
+
+
 def _ranges(file: Foreign) -> None:
-    asked = str(file.data.get("optim") or file.data.get("optimizer") or "adamw_torch")
+    asked = _asked(file)
     own = asked in ("adamw_torch", "adamw_torch_fused") and not file.data.get("deepspeed")
     for name, (least, below, words, by) in (RANGES | (OF_ADAMW if own else {})).items():
         value = _number(file.data.get(name))

@@ -25,6 +25,7 @@ from prepkit.codec import text as codec_json
 from prepkit.codec.languages import Language
 from prepkit.codec.text import read_bytes
 from prepkit.config import Config, Origin
+from prepkit.config.optimizer import OptimizerSpec
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected
 from prepkit.rules import found
@@ -370,6 +371,10 @@ class Imported:
     """Device type of the machines; None: it does not say."""
     model: str | None = None
     """Folder, or name on the hub, of a model that the file says to train whole; None: it does not say."""
+    optimizer: OptimizerSpec | None = None
+    """What its library itself creates, where ``config`` asks for none; None: its script does, or nobody knows."""
+    batch_size: int | None = None
+    """Samples that a rank reads at once; None: it does not say."""
     not_preparation: tuple[Origin, ...] = ()
     """What the file says of launching, logging or the run itself: read, and of no concern to preparation."""
     unchanged: tuple[Origin, ...] = ()

@@ -94,7 +94,8 @@ def read_torchtitan(source: Source) -> Imported:
         what = f"torchtitan's own trainer refuses {', '.join(own[:_SHOWN])}{more}, and a fork that adds them reads them"
         file.launching(*own)
         file.error("fork-key", own[0], what, "Remove them where no fork is meant.")
-    return file.imported(config, world_size=_places(file, sizes), at=at)
+    size = file.whole("training.local_batch_size") or file.whole("training.batch_size")
+    return file.imported(config, world_size=_places(file, sizes), at=at, batch_size=size)
 
 
 def _opened(source: Source) -> tuple[Foreign, Mesh]:

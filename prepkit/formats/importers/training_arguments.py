@@ -34,7 +34,16 @@ from prepkit.findings.keywords import ELSEWHERE, meant_key
 from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW, strange_keys
-from prepkit.formats.importers.argument_values import MAX_NORM, OPTIMIZER, given_in, judge, say_mismatches, say_texts
+from prepkit.formats.importers.argument_values import (
+    MAX_NORM,
+    OPTIMIZER,
+    created,
+    given_in,
+    judge,
+    samples,
+    say_mismatches,
+    say_texts,
+)
 from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn, positions
@@ -103,7 +112,8 @@ def training_arguments(file: Foreign, path: Path, micro_batch: str = "per_device
     judge(file, micro_batch)
     _rest(file)
     say_texts(file, micro_batch)
-    return file.imported(config, known=tuple(KEYS[file.kind]), seen_to=_SEEN_TO)
+    made, size = created(file), samples(file, micro_batch)
+    return file.imported(config, known=tuple(KEYS[file.kind]), seen_to=_SEEN_TO, optimizer=made, batch_size=size)
 
 
 _SEEN_TO = ("checkpoint.cache",)

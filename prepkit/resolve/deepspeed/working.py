@@ -146,8 +146,9 @@ def _stage(draft: Draft) -> int:
 def _needs_optimizer(draft: Draft, stage: int) -> None:
     if stage in (1, 2) and draft.facts.optimizer is None and not draft.cfg.optimizer and "optimizer" not in draft.data:
         what = f"ZeRO stage {stage} shards the state of an optimizer, and there is none."
-        better = "stage=0 or 3" if draft.cfg.intent is Intent.INFERENCE else "optimizer=AdamW(...)"
-        draft.flaw("needs-optimizer", what, f"Write {better}.", "config.engine.stage")
+        fix = "Pass an optimizer, or --optimizer adamw on the command line, or write optimizer=AdamW(...)."
+        fix = "Write stage=0 or 3." if draft.cfg.intent is Intent.INFERENCE else fix
+        draft.flaw("needs-optimizer", what, fix, "config.engine.stage")
 
 
 def _offload(draft: Draft, stage: int) -> str:

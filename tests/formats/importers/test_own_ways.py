@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from attrs import evolve
 
-from prepkit.config import FSDP1, DeepSpeed
+from prepkit import planner
+from prepkit.config import FSDP1, Config, DeepSpeed
+from prepkit.formats.exporters import export_config
 from prepkit.formats.importers import import_config
+from prepkit.steps import WrapFSDP1
+from prepkit.testing import tiny_facts
 from tests.support.command_line import run
 
 
@@ -21,26 +26,39 @@ def test_accumulation_that_a_launch_config_leaves_to_the_trainer_is_left_open(tm
     assert (type(config.engine), config.accumulation) == (DeepSpeed, None)
 
 
+@pytest.mark.parametrize("machines", [1, 2])
 @pytest.mark.parametrize(
-    ("asked", "machines", "sharding"),
+    ("asked", "alone"),
     [
-        ("HYBRID_SHARD", 1, "FULL_SHARD"),
-        ("HYBRID_SHARD_ZERO2", 1, "SHARD_GRAD_OP"),
-        ("HYBRID_SHARD", 2, "HYBRID_SHARD"),
-        ("FULL_SHARD", 1, "FULL_SHARD"),
+        ("HYBRID_SHARD", "FULL_SHARD"),
+        ("HYBRID_SHARD_ZERO2", "SHARD_GRAD_OP"),
+        ("FULL_SHARD", "FULL_SHARD"),
+        ("SHARD_GRAD_OP", "SHARD_GRAD_OP"),
     ],
 )
-def test_a_copy_for_each_machine_of_one_is_one_copy(asked: str, machines: int, sharding: str, tmp_path: Path) -> None:
-    """torch makes a group of copies with one member, and shards over the ranks of the machine."""
+def test_a_copy_for_each_machine_of_one_is_one_copy(asked: str, alone: str, machines: int, tmp_path: Path) -> None:
+    """torch makes a group of copies with one member, and shards over the ranks of the machine.
+
+    What the file asks for stays: it is written back, and followed where there are more machines.
+    """
     path = tmp_path / "a.yaml"
     path.write_text(
         f"distributed_type: FSDP\nnum_machines: {machines}\nnum_processes: 8\nfsdp_config:\n"
         f"  fsdp_sharding_strategy: {asked}\n  fsdp_cpu_ram_efficient_loading: false\n"
     )
-    engine = import_config(path).config.engine
-    assert isinstance(engine, FSDP1)
-    assert engine.sharding == sharding
+    imported = import_config(path)
+    assert isinstance(imported.config.engine, FSDP1)
+    assert imported.config.engine.sharding == asked
+    assert f"fsdp_sharding_strategy: {asked}" in export_config(imported.config, "accelerate", world_size=8).text
     assert json.loads(run("check", str(path), "--json").stdout)["findings"] == []
+    for world, per_node in ((8, 8 // machines), (16, 8), (4, 8), (1, 1)):
+        copies = world // per_node if asked != alone and world > per_node else 1
+        facts = tiny_facts(world=world)
+        facts = evolve(facts, env=evolve(facts.env, per_node=per_node))
+        made = planner.plan(Config(engine=FSDP1(sharding=imported.config.engine.sharding)), facts).unwrap()
+        strategy = "NO_SHARD" if world == 1 else asked if copies > 1 else alone
+        assert [one.step.sharding for one in made.steps if isinstance(one.step, WrapFSDP1)] == [strategy]
+        assert {axis.name: axis.size for axis in made.mesh}.get("replicate", 1) == copies
 
 
 @pytest.mark.parametrize(
@@ -160,3 +178,15 @@ def test_a_program_that_hands_a_part_of_its_file_to_deepspeed_is_asked_about_tha
     path.write_text(json.dumps(data | {"num-layers": 12, "my-own": 1}))
     found = json.loads(run("check", str(path), "--json").stdout)["findings"]
     assert [one["rule"] for one in found] == ["deepspeed.unknown-key"] * 2
+
+
+def test_how_many_copies_there_are_is_not_guessed_where_nobody_says_how_large_a_node_is(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("output_dir: x\nmax_steps: 9\nfsdp: hybrid_shard auto_wrap\nfsdp_config: {version: 1}\n")
+    words = ("check", str(path), "--world-size", "8", "--json")
+    for more, known in (((), False), (("--per-node", "4"), True), (("--per-node", "8"), True)):
+        said = json.loads(run(*words, *more).stdout)
+        assert said["findings"] == []
+        assert ("the processes of a node" not in said["files"][0]["not_known"]) is known
+    alone = json.loads(run(*words, "--per-node", "1").stdout)["findings"]
+    assert [one["rule"] for one in alone] == ["fsdp1.mesh"]
