@@ -31,7 +31,7 @@ from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
 from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
-from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_zero
+from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_key
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
@@ -400,7 +400,7 @@ def _bucketed(cfg: Config, size: int) -> Config | None:
     engine = cfg.engine
     if not isinstance(engine, DeepSpeed):
         return None
-    return evolve(cfg, engine=with_zero(engine, "reduce_bucket_size", size))
+    return evolve(cfg, engine=with_key(engine, "zero_optimization.reduce_bucket_size", size))
 
 
 def _meshes(plan: Plan) -> Iterator[Mesh | None]:

@@ -104,7 +104,8 @@ def _autocast(how: HowPrepared) -> Precision:
 
 def _deepspeed(how: HowPrepared) -> StandingEngine:
     read = read_deepspeed(Source("engine.json", how.deepspeed)).config
-    engine = DeepSpeed(config=how.deepspeed, leaf_modules=how.leaf_modules)
+    assert isinstance(read.engine, DeepSpeed), "its JSON is read as nothing else"
+    engine = evolve(read.engine, leaf_modules=how.leaf_modules)
     return StandingEngine(engine=engine, precision=of_engine(read.precision, how), rest=read)
 
 

@@ -35,7 +35,7 @@ from prepkit.findings.text import near
 from prepkit.formats.importers.accelerate_engines import fsdp
 from prepkit.formats.importers.argument_keys import GONE, KEYS, NOW, strange_keys
 from prepkit.formats.importers.argument_values import MAX_NORM, OPTIMIZER, given_in, judge, say_mismatches
-from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
+from prepkit.formats.importers.deepspeed import from_json, read_deepspeed, with_own_dtypes
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn, positions
 from prepkit.formats.importers.source import JSON, Imported, Source, read
@@ -192,10 +192,14 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     if imported is None:
         return config
     assert isinstance(imported.config.engine, DeepSpeed)
-    file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
+    file.origins += [origin for origin in imported.config.origins if origin.setting.startswith(_OF_THE_JSON)]
     file.findings += imported.notes
     file.taken(imported, found)
     return _with_json(config, imported.config, file, micro_batch)
+
+
+_OF_THE_JSON = ("config.engine", "config.precision.reduce_dtype", "config.precision.master_weights")
+"""Settings that DeepSpeed's own file says, whatever the arguments say."""
 
 
 def _typed_out(given: Any) -> Any:
@@ -232,7 +236,8 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
     if config.precision is None:  # as the Trainer fills in what is left to it
         engine = filled(engine, {"fp16.enabled": False, "bf16.enabled": False})
     engine = engine if clip else filled(engine, {"gradient_clipping": 0.0})
-    return evolve(config, engine=engine, precision=inner.precision if same else config.precision, clip=clip)
+    precision = inner.precision if same else config.precision
+    return with_own_dtypes(evolve(config, engine=engine, precision=precision, clip=clip))
 
 
 def _rest(file: Foreign) -> None:

@@ -235,7 +235,7 @@ deepspeed_config:
 """
     assert config_of(tmp_path, text) == Config(
         engine=DeepSpeed(stage=3, offload_optimizer="cpu", offload_param="none", leaf_modules=("Experts",)),
-        precision=BF16(),
+        precision=BF16(reduce_dtype="bfloat16"),
         accumulation=4,
         clip=ClipNorm(1.0),
     )
