@@ -67,7 +67,8 @@ def init(model: str, gpus: int, nodes: int, memory: int | None, device: str, out
     """Write a config for a model and a cluster, with a comment for each choice; prepkit check finds no error in it.
 
     The first of these that fits is chosen: whole copies, shards on a node and copies over nodes, shards over all; the
-    same with recomputed blocks; with offload. Without --memory nothing says what fits. A file that is there already is left as it is.
+    same with recomputed blocks; with offload. Without --memory nothing says what fits. A file that is there already is
+    left as it is.
     """
     if gpus * nodes > MOST:
         raise click.UsageError(f"{nodes} nodes of {gpus} devices are more processes than torch counts")

@@ -304,7 +304,7 @@ def _compared(file: str, before: Side | None, after: Side | None) -> Changed | N
 
 
 def _notes(before: Side, after: Side) -> Iterator[str]:
-    """Why memory, traffic and batches are not told; or of which processes they are told, where the file starts others."""
+    """Why memory, traffic and batches are not told; or of how many processes they are, where the file starts others."""
     same = bool(before.unplanned) and bool(after.unplanned)
     if after.unplanned or before.unplanned:
         which = "neither revision can" if same else f"the {'new' if after.unplanned else 'old'} revision cannot"

@@ -229,7 +229,7 @@ def test_what_is_declared_of_the_cluster_is_no_change_of_a_file(folder: Path) ->
     (folder / "acc.yaml").write_text(text.replace("processes: 8", "processes: 16"))
     commit()
     said = run("diff", "HEAD~1..HEAD", "--per-node", "8").stdout.splitlines()
-    assert said == ["acc.yaml: changed", "  processes: 8 -> 16 (+100 %)", "  nodes: 1 -> 2 (+100 %)"]
+    assert said == ["acc.yaml: changed", "  processes: 8 -> 16 (+100 %)", "  processes of a node: 8 -> 16 (+100 %)"]
 
 
 def test_a_leap_from_next_to_nothing_has_no_share() -> None:
