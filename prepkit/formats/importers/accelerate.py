@@ -247,6 +247,9 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
     level = file.word(f"{here}.opt_level", ("O1", "O2"), at) or "O2"
     pad = file.flag(f"{here}.pad_inner_dim", at)
     gather = file.flag(f"{here}.enable_fsdp_float8_all_gather", at)
+    for written, name in _QUESTIONS.items():
+        why = f"accelerate config writes this name, and its launcher reads {name}, whose default counts"
+        file.without_effect(f"{here}.{written}", why, f"Write it as {name}.")
     _other_backends(file, backend)
     if backend == "AO":
         return TorchAO(pad_inner_dim=pad is not False, float8_all_gather=gather)
@@ -264,6 +267,8 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
     return TransformerEngine(recipe=recipe, autocast_during_eval=eval_too)
 
 
+_QUESTIONS = {"amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo"}
+"""Keys that ``accelerate config`` writes (``commands/config/cluster.py``) to those that ``accelerate launch`` reads."""
 _OF_BACKENDS = {
     "TE": (
         *("margin", "fp8_format", "interval", "amax_history_len", "amax_compute_algo", "use_mxfp8_block_scaling"),
