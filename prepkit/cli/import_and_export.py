@@ -11,7 +11,6 @@ import click
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import FILE, MOST, as_json, kind_option
 from prepkit.cli.terminal import say, say_json
-from prepkit.config import DeepSpeed
 from prepkit.facts import Env
 from prepkit.findings import PlanRejected, errors
 from prepkit.formats.importers.source import Imported
@@ -31,7 +30,7 @@ def _whole(imported: Imported | PlanRejected) -> Imported | PlanRejected:
     from prepkit.rules.deepspeed import DAMAGE
     from prepkit.rules.without_model import ask
 
-    if isinstance(imported, PlanRejected) or not isinstance(imported.config.engine, DeepSpeed):
+    if isinstance(imported, PlanRejected):
         return imported
     said = ask(imported.config, Env.declare(world_size=1), frozenset(), rules=DAMAGE).findings
     return PlanRejected((*imported.notes, *map(imported.worded, said))) if errors(said) else imported

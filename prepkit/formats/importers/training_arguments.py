@@ -191,7 +191,6 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     imported = file.part("deepspeed", lambda: read_deepspeed(file.json(found), config.precision))
     if imported is None:
         return config
-    assert isinstance(imported.config.engine, DeepSpeed)
     file.origins += [origin for origin in imported.config.origins if origin.setting.startswith(_OF_THE_JSON)]
     file.findings += imported.notes
     file.taken(imported, found)
