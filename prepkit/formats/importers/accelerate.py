@@ -203,8 +203,7 @@ def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, prec
 def _precision(file: Foreign, kind: str) -> Precision:
     """The precision; under FSDP accelerate reduces in the compute dtype (H-10c), elsewhere in that of the weights."""
     word = file.word("mixed_precision", _PRECISIONS, "precision") or "no"
-    downcast = file.flag("downcast_bf16")
-    if downcast and kind not in ("XLA", "TPU"):
+    if file.flag("downcast_bf16") and kind not in ("XLA", "TPU"):
         file.without_effect("downcast_bf16", "it is read on TPUs only")
     backend = _fp8(file, word)
     if file.flag("fp16"):  # how versions before 0.7 wrote it
@@ -212,8 +211,7 @@ def _precision(file: Foreign, kind: str) -> Precision:
             file.without_effect("fp16", "mixed_precision is there, and says it")
         else:
             word = "fp16" if file.raw("fp16", "precision") else word
-    low = {"reduce_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(word, "float32")}
-    options = low if kind == "FSDP" else {}
+    options = {"reduce_dtype": "float16" if word == "fp16" else "bfloat16"} if kind == "FSDP" else {}
     match word:
         case "bf16":
             return BF16(**options)  # type: ignore[arg-type]  # one of the names of dtypes
@@ -247,9 +245,6 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
     level = file.word(f"{here}.opt_level", ("O1", "O2"), at) or "O2"
     pad = file.flag(f"{here}.pad_inner_dim", at)
     gather = file.flag(f"{here}.enable_fsdp_float8_all_gather", at)
-    for written, name in _QUESTIONS.items():
-        why = f"accelerate config writes this name, and its launcher reads {name}, whose default counts"
-        file.without_effect(f"{here}.{written}", why, f"Write it as {name}.")
     _other_backends(file, backend)
     if backend == "AO":
         return TorchAO(pad_inner_dim=pad is not False, float8_all_gather=gather)
@@ -267,8 +262,6 @@ def _fp8(file: Foreign, word: str) -> FP8Backend:
     return TransformerEngine(recipe=recipe, autocast_during_eval=eval_too)
 
 
-_QUESTIONS = {"amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo"}
-"""Keys that ``accelerate config`` writes (``commands/config/cluster.py``) to those that ``accelerate launch`` reads."""
 _OF_BACKENDS = {
     "TE": (
         *("margin", "fp8_format", "interval", "amax_history_len", "amax_compute_algo", "use_mxfp8_block_scaling"),
@@ -280,7 +273,10 @@ _OF_BACKENDS = {
 
 
 def _other_backends(file: Foreign, backend: str | None) -> None:
-    """Says which keys another library would read."""
+    """Says which keys another library would read, and which nobody reads, though ``accelerate config`` writes them."""
+    for ours, name in (("amax_history_length", "amax_history_len"), ("amax_compute_algorithm", "amax_compute_algo")):
+        why = f"accelerate config writes this name, and its launcher reads {name}"
+        file.without_effect(f"fp8_config.{ours}", f"{why}, whose default counts", f"Write it as {name}.")
     for other, names in _OF_BACKENDS.items():
         for name in names if backend is not None and other != backend else ():
             file.without_effect(f"fp8_config.{name}", f"it is for backend: {other}, and that is {backend}")
