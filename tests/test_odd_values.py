@@ -98,6 +98,11 @@ def test_an_environment_is_declared_in_values_that_a_cluster_has(odd: dict[str, 
         Env.declare(**{"world_size": 8, **odd})
 
 
+@pytest.mark.parametrize(("text", "size"), [("0B", 0), ("1B", 1), ("512 b", 512), ("1kB", 1000), ("80GiB", 80 << 30)])
+def test_a_size_may_be_in_bytes_too(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
 @pytest.mark.parametrize("text", [-1, True, 1.5, "x", "1e9", "9" * 4000, 10**4000, "99999999999TiB", None])
 def test_what_is_no_size_in_bytes_is_refused_in_few_words(text: Any) -> None:
     with pytest.raises(ValueError, match="is not a size in bytes; write a number with a unit") as refused:

@@ -89,6 +89,14 @@ def test_the_statement_is_the_same_bytes_wherever_it_is_made(keys: Sign) -> None
     assert text != statement_text(_planned(rate=2e-3)[1])
 
 
+def test_a_function_that_ends_the_process_has_not_accepted() -> None:
+    def ends(_: bytes) -> bool:
+        raise SystemExit(0)
+
+    model, plan = _planned()
+    assert "raised SystemExit" in _refused(plan, model, ends)
+
+
 def test_a_function_accepts_by_true_alone() -> None:
     model, plan = _planned()
     seen: list[bytes] = []

@@ -244,7 +244,7 @@ def _not_accepted(statement: bytes, require: Require) -> str:
     if callable(require):
         try:
             answer = require(statement)
-        except Exception as error:  # whatever it raises, it has not accepted
+        except (Exception, SystemExit) as error:  # whatever it raises, it has not accepted
             return f"{_name(require)} raised {type(error).__name__}: {error}"
         return "" if answer is True else f"{_name(require)} returned {answer!r:.60}, and not True"
     if isinstance(require, str | bytes) or not require or not all(isinstance(word, str) for word in require):

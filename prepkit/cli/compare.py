@@ -58,11 +58,32 @@ def given_plan(file: str, load: Callable[[], T]) -> T | PlanRejected:
     try:
         return load()
     except PlanRejected as refused:
-        return _renamed(file, refused) if is_config(file, refused) else refused
+        if is_config(file, refused):
+            return _named(file, refused, *(_OF_STATEMENT if _is_statement(file) else _of_config(file)))
+        return refused
 
 
-def _renamed(file: str, refused: PlanRejected) -> PlanRejected:
-    """The refusal of a config that was given in the place of a plan, in words that lead to a plan."""
+_TAKES = "and this command takes a plan, or an attestation, that prepkit wrote"
+_OF_STATEMENT = (
+    f"it is an in-toto Statement, which names by its digest what is signed and holds nothing of it, {_TAKES}",
+    "give the plan or the attestation that the statement was made of",
+)
+
+
+def _of_config(file: str) -> tuple[str, str]:
+    """What it is, and what leads from it to a plan."""
     fix = f"make one: prepkit plan {file} --model PKG.MOD:FACTORY -o plan.json; prepkit import {file} shows the config"
-    what = "it is a config, and this command takes a plan, or an attestation, that prepkit wrote"
+    return f"it is a config, {_TAKES}", fix
+
+
+def _is_statement(file: str) -> bool:
+    from prepkit.codec.statement import TYPE
+    from prepkit.codec.text import parse
+
+    data = parse(Path(file).read_text(), file) if file.lower().endswith(".json") else None
+    return isinstance(data, dict) and data.get("_type") == TYPE
+
+
+def _named(file: str, refused: PlanRejected, what: str, fix: str) -> PlanRejected:
+    """The refusal of another file that was given in the place of a plan, as what it is."""
     return PlanRejected((evolve(refused.findings[0], rule="codec.foreign", where=file, what=what, fix=fix),))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 
 import click
@@ -11,7 +12,8 @@ from attrs import evolve
 from prepkit.cli import plan_files as cli_refusal
 from prepkit.cli.options import FILE, MOST, as_json, kind_option
 from prepkit.cli.terminal import say, say_json
-from prepkit.findings import PlanRejected
+from prepkit.facts import Env
+from prepkit.findings import PlanRejected, errors
 from prepkit.formats.importers.source import Imported
 
 
@@ -22,6 +24,25 @@ def read(config: str, kind: str | None) -> Imported | PlanRejected:
     if kind is not None and kind not in IMPORTERS:
         raise click.UsageError(f"--from {kind}: there is no such importer; write one of {', '.join(IMPORTERS)}")
     return cli_refusal.attempt(lambda: import_config(config, kind))
+
+
+def _whole(imported: Imported | PlanRejected) -> Imported | PlanRejected:
+    """The same, or why it is refused: a JSON of DeepSpeed in it, which is kept as text, is judged by the rules."""
+    from prepkit.rules.deepspeed import DAMAGE
+    from prepkit.rules.without_model import ask
+
+    if isinstance(imported, PlanRejected):
+        return imported
+    said = ask(imported.config, Env.declare(world_size=1), frozenset(), rules=DAMAGE).findings
+    return PlanRejected((*imported.notes, *map(imported.worded, said))) if errors(said) else imported
+
+
+def _left_behind(imported: Imported, text: str, name: str) -> None:
+    """Says in one list which keys of the file are not in the text that is made of it."""
+    written = set(re.findall(r'^\s*"?([\w-]+)"?:', text, re.MULTILINE))
+    keys = [one.key for one in imported.not_preparation if one.key.rpartition(".")[2] not in written]
+    if keys:
+        say(f"not in {name}, as they are no preparation: {', '.join(dict.fromkeys(keys))}", err=True)
 
 
 def _variables() -> Imported | PlanRejected:
@@ -53,7 +74,7 @@ def import_command(
 
     if env == (config is not None):
         raise click.UsageError("give a config file, or --env")
-    imported = _variables() if config is None else read(config, kind)
+    imported = _whole(_variables() if config is None else read(config, kind))
     if isinstance(imported, PlanRejected):
         cli_refusal.refuse((imported,), as_json)
     if size:
@@ -82,6 +103,7 @@ def import_command(
         sys.exit(0)
     if output:
         say(findings_text(imported.notes) if imported.notes else "", err=True)
+        _left_behind(imported, "", output)
         say(f"wrote {output}", err=True)
     else:
         say(str(imported))
@@ -114,7 +136,7 @@ def export_command(
 
     if to not in EXPORTERS:
         raise click.UsageError(f"--to {to}: there is no such exporter; write one of {', '.join(EXPORTERS)}")
-    imported = read(config, kind)
+    imported = _whole(read(config, kind))
     if isinstance(imported, PlanRejected):
         cli_refusal.refuse((imported,), as_json=False)
     cli_refusal.keep_inputs((config,), (output,) if output else ())
@@ -131,6 +153,7 @@ def export_command(
         cli_refusal.refuse((made,), as_json=False)
     if made.left_out:
         say(findings_text(made.left_out), err=True)
+    _left_behind(imported, made.text, output or f"the file of {to}")
     if output:
         say("\n".join(f"wrote {name}" for name in (output, *(name for name, _ in made.beside))), err=True)
     else:

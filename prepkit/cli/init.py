@@ -17,8 +17,9 @@ from prepkit.config import BF16, DDP, FSDP2, AdamW, CheckpointBlocks, Config, Me
 from prepkit.facts import Env, Facts
 from prepkit.findings import PlanRejected, errors
 
-_ROOM = 0.7
-"""Share of a device's memory that is filled; the rest is left to activations, which no plan counts."""
+_ROOM, _ROOM_RECOMPUTED = 0.7, 0.85
+"""Shares of a device's memory that are filled: the rest is left to activations, of which recomputed blocks keep few."""
+_UNKNOWN = "nothing says whether it fits, as --memory, that of one device, is not given"
 _RATE = 1e-4
 _GIB = 1 << 30
 
@@ -29,6 +30,10 @@ _HEAD = """\
 #   prepkit plan {file} {options} -o plan.json
 # Editors complete it: prepkit schema config > prepkit.schema.json
 #:schema prepkit.schema.json
+"""
+
+_WITHOUT = """\
+# Add --memory to both commands, such as --memory 80GiB, with that of one device: nothing says yet whether this fits.
 """
 
 _OPEN = """\
@@ -61,8 +66,9 @@ _OPEN = """\
 def init(model: str, gpus: int, nodes: int, memory: int | None, device: str, output: str) -> None:
     """Write a config for a model and a cluster, with a comment for each choice; prepkit check finds no error in it.
 
-    The first of these that fits is chosen: whole copies, shards on a node and copies over nodes, shards over all, with
-    recomputed blocks, with offload. A file that is there already is left as it is.
+    The first of these that fits is chosen: whole copies, shards on a node and copies over nodes, shards over all; the
+    same with recomputed blocks; with offload. Without --memory nothing says what fits. A file that is there already is
+    left as it is.
     """
     if gpus * nodes > MOST:
         raise click.UsageError(f"{nodes} nodes of {gpus} devices are more processes than torch counts")
@@ -80,13 +86,17 @@ def init(model: str, gpus: int, nodes: int, memory: int | None, device: str, out
         "" if memory is None else f" --memory {memory // _GIB}GiB" if memory % _GIB == 0 else f" --memory {memory}"
     )
     head = {"model": model, "gpus": f"{nodes} x {gpus} {device}", "file": shlex.quote(output), "options": options}
-    text = _HEAD.format_map({name: _in_one_line(value) for name, value in head.items()})
+    text = (_HEAD if memory else f"{_HEAD}{_WITHOUT}").format_map(
+        {name: _in_one_line(value) for name, value in head.items()}
+    )
     try:
         with Path(output).open("x", encoding="utf-8") as file:
             file.write("\n".join((text, *_settings(cfg, why), _OPEN)))
     except OSError as error:
         raise click.UsageError(f"{output} cannot be written: {error.strerror or error}") from None
     say(f"wrote {output}: {why}", err=True)
+    if memory is None:
+        say("give --memory, such as 80GiB: here, or to prepkit check, which then says whether it fits", err=True)
     say(f"prepkit check {shlex.quote(output)} {options}")
 
 
@@ -105,7 +115,9 @@ def _chosen(facts: Facts, nodes: int) -> tuple[Config, str]:
             refused.append(rejected)
             continue
         costs = planner.costs(plan.unwrap())
-        if costs is None or memory is None or costs.ceiling <= _ROOM * memory:
+        if costs is None or memory is None:
+            return cfg, f"{why}; {_UNKNOWN if memory is None else 'what it holds there is not predicted'}"
+        if costs.ceiling <= (_ROOM if cfg.checkpointing is None else _ROOM_RECOMPUTED) * memory:
             return cfg, why
         legal.append((costs.ceiling, cfg, f"{why}; it leaves little room, or none, for activations"))
     if not legal:
@@ -114,27 +126,23 @@ def _chosen(facts: Facts, nodes: int) -> tuple[Config, str]:
 
 
 def _candidates(facts: Facts, nodes: int) -> Iterator[tuple[Config, str]]:
-    """Configs and what speaks for each, the one that sends least first."""
+    """Configs and how each lays the model out: those that send least first, then all again with recomputed blocks."""
     world, per_node = facts.env.world_size, facts.env.per_node or facts.env.world_size
     plain = Config(optimizer=AdamW(lr=_RATE), precision=BF16())
-    if world == 1:
-        yield plain, "one device holds it all"
-        yield evolve(plain, checkpointing=CheckpointBlocks()), "one device holds it, and recomputes each block"
-    else:
-        yield evolve(plain, engine=DDP()), "each device holds a whole copy"
+    sharded = evolve(plain, engine=FSDP2())
+    ways = [(plain, "all of it on one device") if world == 1 else (evolve(plain, engine=DDP()), _COPIES)]
     if nodes > 1 and per_node > 1:
-        local = evolve(plain, engine=FSDP2(), mesh=Mesh(replicate=nodes, shard=per_node))
-        yield local, "a node holds a copy in shards, so that little crosses nodes"
-        yield (
-            evolve(local, checkpointing=CheckpointBlocks()),
-            "a node holds a copy in shards, each block recomputed",
-        )
-    sharded = evolve(plain, engine=FSDP2(), checkpointing=CheckpointBlocks())
-    yield sharded, "shards over all devices, and each block recomputed"
-    yield (
-        evolve(sharded, engine=FSDP2(offload=OffloadToCPU())),
-        "shards over all devices, on the host between uses",
-    )
+        local = evolve(sharded, mesh=Mesh(replicate=nodes, shard=per_node))
+        ways += [(local, "a copy on each node in shards over its devices, so that little crosses nodes")]
+    ways += [(sharded, "shards over all devices")] if world > 1 else []
+    yield from ways
+    recomputed = CheckpointBlocks()
+    yield from ((evolve(cfg, checkpointing=recomputed), f"{why}, each block recomputed") for cfg, why in ways)
+    offloaded = evolve(sharded, engine=FSDP2(offload=OffloadToCPU()), checkpointing=recomputed)
+    yield offloaded, "shards over all devices, each block recomputed, on the host between uses"
+
+
+_COPIES = "a whole copy on each device"
 
 
 def _settings(cfg: Config, why: str) -> Iterator[str]:

@@ -50,19 +50,22 @@ def log(file: str, has: str | None, as_json: bool) -> None:
     """Verify the chain of a log that pk.apply(plan, log=FILE) wrote, and show its entries.
 
     Exit code 1 where it is torn, with the line: changed, left out, moved, or cut in half. Whoever keeps the digest of
-    the last entry elsewhere finds by --has that entries were cut off at the end.
+    an entry elsewhere finds by --has that entries were cut off at the end. A line shows how the digest of the entry
+    begins, when it was applied, and how that of the plan begins; --json has both digests of the line whole.
     """
     listed: list[dict[str, Any]] = []
     last, known = "", False
     refused: PlanRejected | None = None
     try:
         for one in read(file):
-            listed.append({"line": one.line, "at": one.at, "plan": one.plan, "holds": one.holds})
+            listed.append({"line": one.line, "at": one.at, "plan": one.plan, "holds": one.holds, "digest": one.digest})
             last, known = one.digest, known or one.digest == has
             if not as_json:
                 say(_line(one))
     except PlanRejected as torn:
         refused = torn
+    if refused is None and has is not None and len(has) != len(last or has):
+        raise click.UsageError(_no_digest(has, listed))
     if refused is None and has is not None and not known:
         refused = PlanRejected((found("log.cut", file, f"no entry of it has the digest {has!r:.90}"),))
     if as_json:
@@ -75,11 +78,20 @@ def log(file: str, has: str | None, as_json: bool) -> None:
     say(f"{len(listed)} whole; the last is {last}" if listed else "nothing was written yet")
 
 
+def _no_digest(has: str, listed: list[dict[str, Any]]) -> str:
+    """What to write in the place of a part of a digest, which tells nothing for sure."""
+    begun = [one for one in listed if one["digest"].removeprefix("sha256:").startswith(has.removeprefix("sha256:"))]
+    one = (begun or listed)[-1]
+    whose = f"that of line {one['line']} begins so" if begun else "that of the last line is"
+    return f"--has {has:.90} is no whole digest; {whose}: {one['digest']}"
+
+
 def _line(one: Entry) -> str:
     engine, size = one.said.get("engine"), one.said["env"].get("world_size")
     kind = engine.get("kind") if isinstance(engine, dict) else engine
     verdict = "holds" if one.holds else "does not hold"
-    return f"{one.line}  {one.at:.40}  {_short(one.plan)}  {kind!s:.40} over {size!s:.40}  {verdict}"
+    when = f"{one.line}  {_short(one.digest)}  {one.at:.40}"
+    return f"{when}  {_short(one.plan)}  {kind!s:.40} over {size!s:.40}  {verdict}"
 
 
 @click.command(short_help="Say which plan first had the value of a setting.")
@@ -149,5 +161,5 @@ def _unknown(field: str, path: tuple[str, ...], first: Entry | None) -> str:
     return f"no plan of the log has {field!r}; {fix}"
 
 
-def _short(plan: str) -> str:
-    return plan.removeprefix("sha256:")[:12]
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]

@@ -77,6 +77,8 @@ class Side:
     """What the lines of a script that start a training say; None of any other file."""
     refused: tuple[str, ...] = ()
     """Findings against it."""
+    unplanned: str = ""
+    """Why there is no plan of it, and what to do; empty where there is one, or no model."""
 
 
 @frozen(kw_only=True)
@@ -118,6 +120,8 @@ class Changed:
     """The other settings."""
     refused: tuple[str, ...] = ()
     """Why the new file is refused."""
+    notes: tuple[str, ...] = ()
+    """What is not in the numbers, or what they are of."""
 
     @property
     def empty(self) -> bool:
@@ -240,7 +244,9 @@ def _side(folder: Path, name: str, plans: Plans, cluster: Cluster) -> Side | Non
     if isinstance(made, PlanRejected):
         told = {finding.rule for finding in wrong}
         more = tuple(finding for finding in made.findings if finding.rule not in told)
-        return Side(config=config, started=starts, refused=(*refused, *_lines(more, folder)))
+        against = next(iter(errors(made.findings)), made.findings[0])
+        why = f"{against.rule} at {against.where}: {against.what} {against.fix}".replace(f"{folder}/", "").strip()
+        return Side(config=config, started=starts, refused=(*refused, *_lines(more, folder)), unplanned=why)
     return Side(config=config, started=starts, plan=made, refused=refused)
 
 
@@ -261,7 +267,7 @@ def _lines_of(script: Script) -> dict[str, Any]:
 
 def _started(read: Imported, cluster: Cluster) -> dict[str, Any]:
     """What the file says of processes and machines, and of the model that it trains; what is declared is no news."""
-    size, each = read.world_size, cluster.per_node or read.per_node
+    size, each = read.world_size, read.per_node or cluster.per_node
     nodes = -(-size // each) if size and each else None
     said_ = {"processes": size, "processes of a node": each, "nodes": nodes, "device": read.device, "model": read.model}
     return {name: value for name, value in said_.items() if value is not None}
@@ -294,7 +300,20 @@ def _compared(file: str, before: Side | None, after: Side | None) -> Changed | N
         trains=tuple(one for one in changes if one[0].partition(".")[0] in TRAINS),
         settings=tuple(one for one in changes if one[0].partition(".")[0] not in TRAINS),
         refused=refused,
+        notes=tuple(_notes(old, after)),
     )
+
+
+def _notes(before: Side, after: Side) -> Iterator[str]:
+    """Why memory, traffic and batches are not told; or of how many processes they are, where the file starts others."""
+    same = bool(before.unplanned) and bool(after.unplanned)
+    if after.unplanned or before.unplanned:
+        which = "neither revision can" if same else f"the {'new' if after.unplanned else 'old'} revision cannot"
+        why = after.unplanned or before.unplanned
+        yield f"no change of memory, traffic or batch is told, as {which} be planned: {why}"
+    starts = after.started.get("processes")
+    if after.plan is not None and starts is not None and starts != (ranks := after.plan.facts.env.world_size):
+        yield f"memory, traffic and batch are of the {ranks} processes that are declared, and the file starts {starts}"
 
 
 def _rows(before: Side, after: Side) -> Iterator[Number]:
@@ -305,7 +324,8 @@ def _rows(before: Side, after: Side) -> Iterator[Number]:
             yield Number(name=name, before=was, after=now, bytes=path.startswith(("memory", "traffic")))
     for name in _STARTED if before.config and after.config else ():
         was, now = before.started.get(name), after.started.get(name)
-        if was != now and not (new and name == "processes"):  # the plan's are told
+        told = name == "processes" and new and at(new, "world_size") == now  # with the plan's numbers
+        if was != now and not told:
             yield Number(name=name, before=was, after=now)
 
 
@@ -378,6 +398,7 @@ def data_of(every: tuple[Changed, ...]) -> list[dict[str, Any]]:
             "trains_differently": [dict(zip(("setting", "before", "after"), pair, strict=True)) for pair in one.trains],
             "settings": [dict(zip(("setting", "before", "after"), pair, strict=True)) for pair in one.settings],
             "refused": list(one.refused),
+            "notes": list(one.notes),
         }
         for one in every
     ]
@@ -398,6 +419,7 @@ def _text(one: Changed) -> Iterator[str]:
     for title, pairs in (("trains differently", one.trains), ("settings", one.settings)):
         yield from (f"  {title}: {name}: {_value(old)} -> {_value(new)}" for name, old, new in pairs)
     yield from (f"  refused: {line}" for line in one.refused)
+    yield from (f"  note: {line}" for line in one.notes)
 
 
 def comment_of(every: tuple[Changed, ...], revisions: str) -> str:
@@ -416,6 +438,7 @@ def comment_of(every: tuple[Changed, ...], revisions: str) -> str:
                 lines += (f"- {_code(name)}: {_code(_value(old))} → {_code(_value(new))}" for name, old, new in pairs)
         if one.refused:
             lines += ["", "Refused:", "", *(f"- {_code(line)}" for line in one.refused)]
+        lines += ["", *(f"Note: {_code(line)}" for line in one.notes)] if one.notes else []
     return "\n".join(lines)[:60_000]
 
 

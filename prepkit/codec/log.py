@@ -74,7 +74,7 @@ def append(path: str | os.PathLike[str], plan: Plan, attestation: Attestation, a
         end = os.fstat(descriptor).st_size
         data["before"] = _last(descriptor, end, path)
         seal = digest_text(canonical(data))
-        line = (canonical(data | {"digest": seal}) + "\n").encode(errors="backslashreplace")
+        line = _line(data | {"digest": seal})
         if end + len(line) > LARGEST or len(line) > LONGEST:
             raise _unreadable(path, OSError(0, "it would be longer than a log is read; begin another"))
         try:
@@ -87,6 +87,11 @@ def append(path: str | os.PathLike[str], plan: Plan, attestation: Attestation, a
             os.ftruncate(descriptor, end)
             raise _unreadable(path, OSError(0, "the disk is full"))
     return seal
+
+
+def _line(data: dict[str, Any]) -> bytes:
+    """An entry as it is written: of a sealed line no byte may be another."""
+    return (canonical(data) + "\n").encode(errors="backslashreplace")
 
 
 def check_end(path: str | os.PathLike[str]) -> None:
@@ -178,6 +183,8 @@ def _entry(raw: bytes, path: str | os.PathLike[str], number: int) -> tuple[Entry
     rest = {key: value for key, value in data.items() if key != "digest"}
     if (seal := digest_text(canonical(rest))) != data["digest"]:
         raise _torn(path, number, f"it was changed: its digest is {seal}, and it says {shown(data['digest'])}")
+    if raw != _line(data):
+        raise _torn(path, number, "it was changed: its values are whole, and it is not written as prepkit wrote it")
     said = {**data["config"], "env": data["env"]}
     one = Entry(line=number, at=data["at"], plan=data["plan"], holds=data["holds"], said=said, digest=seal)
     return one, data["before"]

@@ -11,6 +11,7 @@ from attrs import field, frozen
 
 _UNITS = {
     "": 1,
+    "B": 1,
     "KB": 10**3,
     "MB": 10**6,
     "GB": 10**9,

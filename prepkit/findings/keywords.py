@@ -82,9 +82,20 @@ def meant_key(path: str, known: Iterable[str]) -> tuple[str, ...]:
     own = [last for last, places in homes.items() if section in places]
     others = (OTHER_NAMES.get(name, ""), _EACH_OTHER.get(name, ""))
     moved = name in homes and section not in homes[name]  # spelt right, it stands elsewhere
-    beside = tuple(other for other in others if other in own)[:1] or (() if moved else near(name, own, 1, _BESIDE))
+    beside = tuple(other for other in others if other in own)[:1] or (() if moved else _alike(name, own))
     elsewhere = [f"{home}.{last}" for last in near(name, homes, 1, ELSEWHERE) for home in homes[last]]
     return tuple(f"{section}.{last}".strip(".") for last in beside) or tuple(one.strip(".") for one in elsewhere[:2])
+
+
+def _alike(name: str, own: list[str]) -> tuple[str, ...]:
+    """The nearest name of the same section; a word at the end that both have, such as _config, makes none alike."""
+    stem, _, end = name.rpartition("_")
+
+    def apart(one: str) -> bool:
+        beginning, _, last = one.rpartition("_")
+        return bool(stem) and last == end and not near(stem, (beginning,))
+
+    return tuple(one for one in near(name, own, 1, _BESIDE) if not apart(one))
 
 
 _EACH_OTHER = {

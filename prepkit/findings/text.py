@@ -192,19 +192,6 @@ def in_bytes(number: float) -> str:
     return f"{number:.0f} B" if size == 0 else f"{number:.2f} {_UNITS[size]}"
 
 
-def in_decimals(number: float) -> str:
-    """Bytes that are sent, in the largest decimal unit that keeps at least one whole one, as networks are sold.
-
-    >>> in_decimals(31_620_000_000), in_decimals(0)
-    ('31.62 GB', '0 B')
-    """
-    units = ("B", "kB", "MB", "GB", "TB", "PB", "EB")
-    size = 0
-    while number >= 1000 and size < len(units) - 1:
-        number, size = number / 1000, size + 1
-    return f"{number:.0f} B" if size == 0 else f"{number:.2f} {units[size]}"
-
-
 def local_device(kind: str) -> str:
     """A device of this type that each process has for itself, in words."""
     return "the CPU" if kind == "cpu" else f"{kind}:<local rank>"

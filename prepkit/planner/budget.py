@@ -25,13 +25,13 @@ from prepkit.config import (
     WrapBlocks,
 )
 from prepkit.findings import Finding
-from prepkit.findings.text import in_bytes, in_decimals
+from prepkit.findings.text import in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import predict
 from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
 from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
-from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_zero
+from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_key
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits
 from prepkit.resolve.mesh import size_of
@@ -288,12 +288,12 @@ class Costs:
 
     def __str__(self) -> str:
         need = f"{in_bytes(self.floor)} for certain and {in_bytes(self.ceiling)} at most on the fullest rank"
-        lines = [f"memory: {need}, {self.about}; each rank sends {in_decimals(self.sent)} a step"]
+        lines = [f"memory: {need}, {self.about}; each rank sends {in_bytes(self.sent)} a step"]
         lines += ["dearest settings:"] if self.dearest else []
         for option in self.dearest:
             more = option.sent - self.sent
-            traffic = f"{in_decimals(abs(more))} {'more' if more > 0 else 'less'} sent" if more else ""
-            copied = f"{in_decimals(option.copied)} copied to and from the host" if option.copied else ""
+            traffic = f"{in_bytes(abs(more))} {'more' if more > 0 else 'less'} sent" if more else ""
+            copied = f"{in_bytes(option.copied)} copied to and from the host" if option.copied else ""
             step = " and ".join(filter(None, (traffic, copied)))
             cost = f"{in_bytes(self.ceiling - option.ceiling)} less" + (f", {step} a step" if step else "")
             lines.append("; ".join((f"  {', '.join(option.diff)}: {cost}", *option.caveats)))
@@ -400,7 +400,7 @@ def _bucketed(cfg: Config, size: int) -> Config | None:
     engine = cfg.engine
     if not isinstance(engine, DeepSpeed):
         return None
-    return evolve(cfg, engine=with_zero(engine, "reduce_bucket_size", size))
+    return evolve(cfg, engine=with_key(engine, "zero_optimization.reduce_bucket_size", size))
 
 
 def _meshes(plan: Plan) -> Iterator[Mesh | None]:

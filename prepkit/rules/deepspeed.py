@@ -23,6 +23,7 @@ TEXT = (
     *("turned-off", "unknown-type", "removed-type"),
 )
 """Rules about the user's JSON as it is written: no fact is read for them, so that none can be missing."""
+_UNREAD = ("removed-key", "unknown-key", "missing-key", "wrong-type", "wrong-value", "stage", "unknown-type")
 
 
 def flaws(name: str) -> Check:
@@ -433,3 +434,6 @@ RULES: tuple[Rule, ...] = (
         repair=_mark,
     ),
 )
+
+DAMAGE = tuple(rule for rule in RULES if rule.id.partition(".")[2] in _UNREAD)
+"""Rules about what DeepSpeed itself refuses or passes by in its JSON, whatever is prepared with it."""

@@ -180,6 +180,16 @@ def test_a_config_in_the_place_of_a_plan_is_called_one(command: tuple[str, ...],
     assert f"prepkit plan {name} --model PKG.MOD:FACTORY -o plan.json" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["show", "statement"])
+def test_a_statement_in_the_place_of_a_plan_is_called_one(command: str, folder: Path) -> None:
+    assert run("plan", "single.json", *MAKE, "-o", "plan.json").exit_code == 0
+    Path("st.json").write_text(run("statement", "plan.json").stdout)
+    done = run(command, "st.json")
+    assert done.exit_code == 1
+    assert "error codec.foreign at st.json: it is an in-toto Statement" in done.stderr
+    assert "prepkit import" not in done.stderr
+
+
 def test_help_cuts_no_sentence(folder: Path) -> None:
     assert "..." not in run("--help").stdout.partition("Commands:")[2]
 

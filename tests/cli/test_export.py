@@ -67,3 +67,54 @@ def test_an_import_that_cannot_be_written_says_all_that_was_found(folder: Path) 
     assert done.exit_code == 1
     assert "import.no-effect" in done.stderr
     assert "config.unknown-extension" in done.stderr
+
+
+LAUNCHED = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+main_process_ip: 10.0.0.1
+num_processes: 8
+deepspeed_config:
+  zero_stage: 3
+  deepspeed_hostfile: hosts
+  zero3_save_16bit_model: true
+"""
+
+
+@pytest.mark.parametrize("words", [("import", "-o", "c.toml"), ("export", "--to", "accelerate")])
+def test_keys_that_do_not_come_along_are_listed(folder: Path, words: tuple[str, ...]) -> None:
+    Path("launched.yaml").write_text(LAUNCHED)
+    done = run(words[0], "launched.yaml", *words[1:])
+    assert done.exit_code == 0
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("not in "))
+    left = line.partition(": ")[2].split(", ")
+    assert {f"deepspeed_config.{key}" for key in ("deepspeed_hostfile", "zero3_save_16bit_model")} < {*left}
+    assert "main_process_ip" in left
+    assert ("compute_environment" in left) is (words[0] == "import"), "which the exporter writes itself"
+    Path("plain.toml").write_text('engine = "DDP"\n')
+    assert "not in" not in run("export", "plain.toml", "--to", "accelerate").stderr
+
+
+@pytest.mark.parametrize(
+    ("inside", "rule"),
+    [
+        ({"nosuch": 1}, "unknown-key"),
+        ({"bf16": True}, "wrong-type"),
+        ({"optimizer": "AdamW"}, "wrong-type"),
+        ({"communication_data_type": "bfloat16"}, "wrong-value"),
+        ({"zero_optimization": {"stage": 4}}, "stage"),
+        ({"amp": {}}, "removed-key"),
+    ],
+)
+@pytest.mark.parametrize("command", [("import",), ("export", "--to", "accelerate")])
+def test_a_damaged_json_of_deepspeed_is_refused_also_where_another_file_names_it(
+    folder: Path, command: tuple[str, ...], inside: dict, rule: str
+) -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}} | inside))
+    Path("acc.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}\n")
+    for file in ("ds.json", "acc.yaml"):
+        done = run(command[0], file, *command[1:])
+        assert done.exit_code == 1
+        assert f"error deepspeed.{rule} at config.engine" in done.stderr
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert run(command[0], "acc.yaml", *command[1:]).exit_code == 0

@@ -70,6 +70,28 @@ def test_what_the_comment_says_of_the_parameters_is_what_a_plan_holds(folder: Pa
     assert held == {"prepkit": {"float32"}, "stored": {"bfloat16"}}
 
 
+def test_blocks_are_recomputed_only_where_shards_over_all_leave_too_little_room(folder: Path) -> None:
+    for memory, recomputed in (("80GiB", False), ("19GiB", True)):
+        run("init", "--model", "model", "--gpus", "8", "--memory", memory, "-o", f"{memory}.toml")
+        cfg = read_config(f"{memory}.toml")
+        assert (type(cfg.engine), cfg.checkpointing is not None, _offloads(cfg)) == (FSDP2, recomputed, False)
+
+
+@pytest.mark.parametrize("gpus", ["1", "8"])
+def test_where_no_memory_is_said_nothing_claims_that_it_fits_and_the_way_to_know_is_said(
+    folder: Path, gpus: str
+) -> None:
+    made = run("init", "--model", "model", "--gpus", gpus)
+    text = (folder / "prepkit.toml").read_text()
+    for told in (text, made.stderr):
+        assert "nothing says" in told
+        assert "whether it fits" in told
+        assert "--memory" in told
+        assert " holds " not in told.partition("engine =")[0]
+    known = run("init", "--model", "model", "--gpus", gpus, "--memory", "512GiB", "-o", "known.toml")
+    assert "whether it fits" not in known.stderr + (folder / "known.toml").read_text()
+
+
 def test_a_copy_stays_on_a_node_where_there_are_several(folder: Path) -> None:
     run("init", "--model", "model", "--gpus", "8", "--nodes", "2", "--memory", "80GiB")
     mesh = read_config("prepkit.toml").mesh

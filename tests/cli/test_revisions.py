@@ -229,9 +229,43 @@ def test_what_is_declared_of_the_cluster_is_no_change_of_a_file(folder: Path) ->
     (folder / "acc.yaml").write_text(text.replace("processes: 8", "processes: 16"))
     commit()
     said = run("diff", "HEAD~1..HEAD", "--per-node", "8").stdout.splitlines()
-    assert said == ["acc.yaml: changed", "  processes: 8 -> 16 (+100 %)", "  nodes: 1 -> 2 (+100 %)"]
+    assert said == ["acc.yaml: changed", "  processes: 8 -> 16 (+100 %)", "  processes of a node: 8 -> 16 (+100 %)"]
 
 
 def test_a_leap_from_next_to_nothing_has_no_share() -> None:
     assert Number(name="host memory", before=4, after=2**35, bytes=True).share == ""
     assert Number(name="host memory", before=4, after=8, bytes=True).share == "+100 %"
+
+
+def told(*words: str) -> dict[str, dict]:
+    files = json.loads(run("diff", "HEAD~1..HEAD", *words, "--json").stdout)["files"]
+    return {one["file"]: one for one in files}
+
+
+def test_machines_are_counted_as_the_file_has_them_and_the_numbers_say_of_how_many_processes_they_are(
+    folder: Path,
+) -> None:
+    text = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: {}\nnum_processes: {}\n"
+    for machines in (1, 2):
+        (folder / "acc.yaml").write_text(text.format(machines, 8 * machines))
+        commit()
+    one = told(*MAKE, *CLUSTER)["acc.yaml"]
+    numbers = {row["name"]: (row["before"], row["after"]) for row in one["numbers"]}
+    assert (numbers["nodes"], numbers["processes"]) == ((1, 2), (8, 16))
+    (note,) = one["notes"]
+    assert "of the 8 processes that are declared, and the file starts 16" in note
+    assert note in run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER).stdout
+
+
+def test_why_neither_side_can_be_planned_is_told_with_what_to_type(folder: Path) -> None:
+    data = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "bf16": {"enabled": True}}
+    for stage in (2, 3):
+        (folder / "ds.json").write_text(json.dumps(data | {"zero_optimization": {"stage": stage}}))
+        commit()
+    (note,) = told(*MAKE, *CLUSTER)["ds.json"]["notes"]
+    assert note.startswith("no change of memory, traffic or batch is told, as neither revision can be planned")
+    assert "--batch-size 4" in note
+    assert "neither revision can be planned" in run("diff", "HEAD~1..HEAD", *MAKE, *CLUSTER, "--comment").stdout
+    again = told(*MAKE, *CLUSTER[:-1], "4")["ds.json"]
+    assert again["notes"] == []
+    assert "sent per step" in {row["name"] for row in again["numbers"]}

@@ -140,6 +140,27 @@ def test_lines_that_were_cut_off_at_the_end_are_found_by_a_digest_that_was_kept(
     assert (done.exit_code, "log.cut" in done.stderr) == (1, True)
 
 
+def test_a_part_of_a_digest_is_used_wrongly_and_the_whole_one_is_told(file: Path) -> None:
+    second = json.loads(run("log", "runs.log", "--json").stdout)["entries"][1]["digest"]
+    for part in (second[:19], second.removeprefix("sha256:")[:12]):
+        done = run("log", "runs.log", "--has", part)
+        assert (done.exit_code, "cut" in done.stderr) == (2, False)
+        assert f"that of line 2 begins so: {second}" in done.stderr
+    assert "that of the last line is: sha256:" in run("log", "runs.log", "--has", "zz").stderr
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"\n", b"\r\n"), (b'{"', b'{ "'), (b",", b", "), (b"\n", b" \n")])
+def test_a_line_whose_values_are_whole_is_torn_where_a_byte_between_them_is_another(
+    file: Path, old: bytes, new: bytes
+) -> None:
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    second = others[0].replace(old, new, 1)
+    file.write_bytes(b"".join((first, second, *others[1:])))
+    done = run("log", "runs.log")
+    assert done.exit_code == 1
+    assert "log.torn at runs.log:2" in done.stderr
+
+
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe", "/dev/zero", tmp_path / "no" / "log", "a\0b"):
@@ -188,7 +209,8 @@ def test_the_command_shows_what_holds_and_ends_with_1_where_it_is_torn(file: Pat
     done = run("log", "runs.log")
     lines = done.stdout.splitlines()
     assert (done.exit_code, len(lines)) == (0, 6)
-    assert lines[0].startswith("1  2026-11-01T00:00:00Z  ")
+    digests = [one["digest"] for one in json.loads(run("log", "runs.log", "--json").stdout)["entries"]]
+    assert lines[0].startswith(f"1  {digests[0].removeprefix('sha256:')[:12]}  2026-11-01T00:00:00Z  ")
     assert lines[4].endswith("does not hold")
     assert lines[5].startswith("5 whole; the last is sha256:")
     file.write_bytes(file.read_bytes().replace(b"0.002", b"0.003"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 from attrs import evolve, frozen
@@ -35,6 +36,7 @@ from prepkit.facts.run import RunFacts
 from prepkit.findings.text import count
 from prepkit.formats.importers.deepspeed import read_deepspeed
 from prepkit.formats.importers.source import Source
+from prepkit.resolve.deepspeed.data import said
 from prepkit.resolve.modules import packed_params, select
 from prepkit.resolve.precision import LOW
 from prepkit.resolve.units import every_batch_norm, ignored_params, scalars, sharded_units
@@ -104,7 +106,7 @@ def _autocast(how: HowPrepared) -> Precision:
 
 def _deepspeed(how: HowPrepared) -> StandingEngine:
     read = read_deepspeed(Source("engine.json", how.deepspeed)).config
-    engine = DeepSpeed(config=how.deepspeed, leaf_modules=how.leaf_modules)
+    engine = DeepSpeed(config=json.dumps(said(read.engine)), leaf_modules=how.leaf_modules)
     return StandingEngine(engine=engine, precision=of_engine(read.precision, how), rest=read)
 
 

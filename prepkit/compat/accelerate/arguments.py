@@ -23,6 +23,7 @@ from prepkit.config import (
     ShardLoaders,
 )
 from prepkit.formats.importers.accelerate import read_variables
+from prepkit.formats.importers.deepspeed import with_own_dtypes
 
 _DDP = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 _SCALER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -45,7 +46,7 @@ def config_of(arguments: Mapping[str, Any]) -> Config:
     if arguments["cpu"]:
         config = evolve(config, device="cpu")
     if arguments["mixed_precision"] is not None:
-        config = evolve(config, precision=_precision(str(arguments["mixed_precision"]), config))
+        config = with_own_dtypes(evolve(config, precision=_precision(str(arguments["mixed_precision"]), config)))
     config = evolve(_accumulating(config, arguments), scheduler_ticks=0)
     return _handled(config, arguments["kwargs_handlers"] or ())
 

@@ -39,7 +39,7 @@ from prepkit.config import (
     WrapClasses,
     WrapSize,
 )
-from prepkit.formats.exporters.deepspeed import deepspeed_file, folded, steps_of
+from prepkit.formats.exporters.deepspeed import deepspeed_file, folded, reduces_otherwise, steps_of
 from prepkit.formats.exporters.exported import LeftOut
 
 JSON_NAME = "deepspeed.json"
@@ -200,13 +200,16 @@ def _wrapped(wrap: Wrap) -> dict[str, Any]:
 def _with_deepspeed(config: Config, data: dict[str, Any], engine: DeepSpeed) -> LeftOut:
     """The section alone where it can say everything, else a JSON beside it that says the rest."""
     experts = {"deepspeed_moe_layer_cls_names": ",".join(engine.leaf_modules)} if engine.leaf_modules else {}
-    if engine.config == "{}" and engine.micro_batch is None and isinstance(config.clip, ClipNorm):
+    clip = config.clip
+    bare = engine.config == "{}" and engine.micro_batch is None
+    otherwise = isinstance(config.precision, BF16 | FP16) and reduces_otherwise(config)
+    if bare and isinstance(clip, ClipNorm) and not otherwise:
         stage = 2 if engine.stage is None else engine.stage
         section: dict[str, Any] = {"zero_stage": stage, "gradient_accumulation_steps": steps_of(config)}
         for name in ("optimizer", "param"):
             if (device := getattr(engine, f"offload_{name}")) is not None:
                 section[f"offload_{name}_device"] = device
-        section["gradient_clipping"] = config.clip.max_norm
+        section["gradient_clipping"] = clip.max_norm
         means = evolve(config, engine=evolve(engine, stage=stage))
         return LeftOut(data=data | {"deepspeed_config": section | experts}, means=means)
     if isinstance(config.precision, BF16 | FP16):

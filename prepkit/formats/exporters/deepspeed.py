@@ -8,9 +8,11 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import FP16, ClipNorm, Config, DeepSpeed
+from prepkit.config import FP16, ClipNorm, Config, DeepSpeed, Mixed
 from prepkit.config.precision import PRECISIONS
 from prepkit.formats.exporters.exported import LeftOut
+from prepkit.resolve.deepspeed.data import AUTO, stage
+from prepkit.resolve.deepspeed.working import DTYPES
 
 
 def deepspeed_file(config: Config, world_size: int | None, per_node: int | None) -> LeftOut:  # noqa: ARG001
@@ -49,6 +51,7 @@ def folded(config: Config) -> dict[str, Any]:
     section = PRECISIONS[type(config.precision)].deepspeed_section
     if section is not None:
         data[section] = {**(data.get(section) or {}), "enabled": True, **_scaling(config)}
+    _gradients(data, config)
     if steps_of(config) != 1:
         data["gradient_accumulation_steps"] = steps_of(config)
     elif config.global_batch is not None and type(data.get("train_micro_batch_size_per_gpu")) is int:
@@ -57,6 +60,26 @@ def folded(config: Config) -> dict[str, Any]:
         data["gradient_clipping"] = config.clip.max_norm
     data.setdefault("gradient_clipping", 0.0)  # or DeepSpeed would clip to a norm of its own
     return data
+
+
+def reduces_otherwise(config: Config) -> bool:
+    """Whether gradients are reduced in another dtype than DeepSpeed takes where its JSON says none."""
+    precision = config.precision
+    return isinstance(precision, Mixed) and precision.reduce_dtype != PRECISIONS[type(precision)].compute_dtype
+
+
+def _gradients(data: dict[str, Any], config: Config) -> None:
+    """Puts in the dtypes in which gradients are reduced and add up, as a plan has them."""
+    precision = config.precision
+    if not isinstance(precision, Mixed) or not reduces_otherwise(config):
+        return
+    dtype = DTYPES[precision.reduce_dtype]
+    if data.get("communication_data_type") in (None, AUTO):
+        data["communication_data_type"] = dtype
+    types = data.get("data_types") or {}
+    summed = isinstance(types, dict) and types.get("grad_accum_dtype") in (None, AUTO)
+    if summed and dtype == "fp32" and stage(DeepSpeed(config=json.dumps(data))) > 0:
+        data["data_types"] = {**types, "grad_accum_dtype": dtype}
 
 
 def steps_of(config: Config) -> int:

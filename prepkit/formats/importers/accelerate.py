@@ -203,8 +203,7 @@ def _engine(file: Foreign, kind: str, world: int | None, mesh: Mesh | None, prec
 def _precision(file: Foreign, kind: str) -> Precision:
     """The precision; under FSDP accelerate reduces in the compute dtype (H-10c), elsewhere in that of the weights."""
     word = file.word("mixed_precision", _PRECISIONS, "precision") or "no"
-    downcast = file.flag("downcast_bf16")
-    if downcast and kind not in ("XLA", "TPU"):
+    if file.flag("downcast_bf16") and kind not in ("XLA", "TPU"):
         file.without_effect("downcast_bf16", "it is read on TPUs only")
     backend = _fp8(file, word)
     if file.flag("fp16"):  # how versions before 0.7 wrote it
@@ -212,8 +211,7 @@ def _precision(file: Foreign, kind: str) -> Precision:
             file.without_effect("fp16", "mixed_precision is there, and says it")
         else:
             word = "fp16" if file.raw("fp16", "precision") else word
-    low = {"reduce_dtype": {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}.get(word, "float32")}
-    options = low if kind == "FSDP" else {}
+    options = {"reduce_dtype": "float16" if word == "fp16" else "bfloat16"} if kind == "FSDP" else {}
     match word:
         case "bf16":
             return BF16(**options)  # type: ignore[arg-type]  # one of the names of dtypes
@@ -275,7 +273,10 @@ _OF_BACKENDS = {
 
 
 def _other_backends(file: Foreign, backend: str | None) -> None:
-    """Says which keys another library would read."""
+    """Says which keys another library would read, and which nobody reads, though ``accelerate config`` writes them."""
+    for ours, name in (("amax_history_length", "amax_history_len"), ("amax_compute_algorithm", "amax_compute_algo")):
+        why = f"accelerate config writes this name, and its launcher reads {name}"
+        file.without_effect(f"fp8_config.{ours}", f"{why}, whose default counts", f"Write it as {name}.")
     for other, names in _OF_BACKENDS.items():
         for name in names if backend is not None and other != backend else ():
             file.without_effect(f"fp8_config.{name}", f"it is for backend: {other}, and that is {backend}")

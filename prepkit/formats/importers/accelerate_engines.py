@@ -33,7 +33,7 @@ from prepkit.config import (
 from prepkit.config.engines import Sharding
 from prepkit.findings.keywords import meant_key
 from prepkit.findings.text import near
-from prepkit.formats.importers.deepspeed import read_deepspeed
+from prepkit.formats.importers.deepspeed import read_deepspeed, with_own_dtypes
 from prepkit.formats.importers.foreign import Foreign, beside
 from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, filled, keys_of
 from prepkit.resolve.deepspeed.keys import SECTIONS
@@ -313,7 +313,7 @@ def deepspeed(file: Foreign, config: Config, path: Path) -> Config:
     """The config with DeepSpeed as its engine."""
     config = _engine(file, config, path)
     _say_whose(file)
-    return config
+    return with_own_dtypes(config)
 
 
 def _say_whose(file: Foreign) -> None:

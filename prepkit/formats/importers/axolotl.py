@@ -12,6 +12,7 @@ from prepkit.codec.text import shown
 from prepkit.config import BF16, FP8, FSDP1, FSDP2, CheckpointBlocks, DType, Mesh, TorchAO
 from prepkit.findings.keywords import unknown_key_fix
 from prepkit.formats.importers.argument_keys import KEYS, NOW
+from prepkit.formats.importers.deepspeed import with_own_dtypes
 from prepkit.formats.importers.foreign import TRUE, Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
@@ -70,7 +71,8 @@ def read_axolotl(source: Source) -> Imported:
     if float8:
         reduce: DType = "bfloat16" if isinstance(config.engine, FSDP1 | FSDP2) else "float32"
         backend = TorchAO(float8_all_gather=gathered)
-        config = evolve(config, precision=FP8(backend=backend, reduce_dtype=reduce, master_weights=not full))
+        precise = evolve(config, precision=FP8(backend=backend, reduce_dtype=reduce, master_weights=not full))
+        config = with_own_dtypes(precise)
     if sizes and isinstance(config.engine, FSDP2):
         config = evolve(config, mesh=_mesh(sizes))
     parts = any(file.data.get(name) for name in ("adapter", "load_in_4bit", "load_in_8bit", "unfrozen_parameters"))

@@ -7,11 +7,13 @@ from typing import Any
 
 from attrs import evolve
 
-from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed, Precision
+from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed, Mixed, Precision
+from prepkit.config.precision import PRECISIONS
 from prepkit.formats.importers.argument_keys import strange_keys
 from prepkit.formats.importers.foreign import Foreign, foreign
 from prepkit.formats.importers.source import Imported, Source
-from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP
+from prepkit.resolve.deepspeed.data import AUTO, OWN_CLIP, look, said, stage, with_key
+from prepkit.resolve.deepspeed.working import DTYPES
 
 _KNOWN_BY = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "fp16", "bf16")
 
@@ -48,14 +50,43 @@ def from_json(file: Foreign, asked: Precision | None = None) -> Config:
         file.means(key, setting)
     clip = _number(file, "gradient_clipping", "clip")
     steps = _number(file, "gradient_accumulation_steps", "accumulation")
-    config = Config(
-        engine=DeepSpeed(config=json.dumps(file.data)),
-        precision=_precision(file, asked),
-        clip=ClipNorm(float(clip)) if clip else None if file.has("gradient_clipping") else ClipNorm(OWN_CLIP),
+    config = with_own_dtypes(
+        Config(
+            engine=DeepSpeed(config=json.dumps(file.data)),
+            precision=_precision(file, asked),
+            clip=ClipNorm(float(clip)) if clip else None if file.has("gradient_clipping") else ClipNorm(OWN_CLIP),
+        )
     )
+    for key, setting in _OF_DTYPES:
+        file.means(key, setting)
+        if file.raw(key) not in (None, AUTO) and isinstance(config.precision or asked, Mixed):
+            file.raw(key, setting)
     if steps and float(steps).is_integer():
         return evolve(config, accumulation=int(steps))
     return config if steps is not None else evolve(config, global_batch=_global_batch(file))
+
+
+def with_own_dtypes(config: Config) -> Config:
+    """The config with the dtypes that DeepSpeed takes for gradients and master weights, said or not; others stay.
+
+    Gradients are reduced in ``communication_data_type``, else in the compute dtype, and add up in ``grad_accum_dtype``,
+    else in the compute dtype (``DeepSpeedEngine.communication_data_type`` and ``get_data_types``).
+    """
+    engine, precision = config.engine, config.precision
+    if not isinstance(engine, DeepSpeed) or not isinstance(precision, Mixed):
+        return config
+    low, section = PRECISIONS[type(precision)].compute_dtype, PRECISIONS[type(precision)].deepspeed_section
+    data = said(engine)
+    data.setdefault("bf16", data.get("bfloat16"))  # its old name
+    sent = str(look(data, "communication_data_type", "")).lower()
+    assert low is not None, "those in Mixed compute in one"
+    dtype = next((ours for ours, theirs in DTYPES.items() if theirs == sent), low)
+    summed = data.get("data_types", {})
+    unsaid = isinstance(summed, dict) and summed.get("grad_accum_dtype") is None
+    if dtype == "float32" and stage(engine) > 0 and unsaid:
+        engine = with_key(engine, "data_types.grad_accum_dtype", DTYPES[low])  # where prepkit would take float32
+    masters = look(data, f"{section}.{section}_master_weights_and_grads") is not True and precision.master_weights
+    return evolve(config, engine=engine, precision=evolve(precision, reduce_dtype=dtype, master_weights=masters))
 
 
 def _schedule(file: Foreign) -> None:
@@ -76,13 +107,17 @@ _KEYS = {
     "engine.micro_batch": "train_micro_batch_size_per_gpu",
     "precision": "bf16.enabled",
     "precision.init_scale": "fp16.initial_scale_power",
-    "precision.reduce_dtype": "communication_data_type",
     "accumulation": "gradient_accumulation_steps",
     "clip": "gradient_clipping",
     "optimizer": "optimizer",
     "global_batch": "train_batch_size",
 }
 """Setting to the key that says it, be it there or not."""
+_OF_DTYPES = (
+    ("communication_data_type", "precision.reduce_dtype"),
+    *((f"{of}.{of}_master_weights_and_grads", "precision.master_weights") for of in ("bf16", "fp16")),
+)
+"""Keys with the settings of a precision that they say."""
 
 
 def _global_batch(file: Foreign) -> int | None:
@@ -103,7 +138,7 @@ def _precision(file: Foreign, asked: Precision | None) -> Precision:
         if _on(file, "fp16"):
             what = "bf16 and fp16 are both enabled, which DeepSpeed refuses"
             file.error("contradiction", "fp16.enabled", what, "Write false here, or in bf16.", misread=False)
-        return BF16(reduce_dtype="float32")
+        return BF16()
     if _on(file, "fp16") or (isinstance(asked, FP16) and file.raw("fp16.enabled") == AUTO):
         power = _number(file, "fp16.initial_scale_power", "precision.init_scale")
         window = _number(file, "fp16.loss_scale_window", "precision.growth_interval")

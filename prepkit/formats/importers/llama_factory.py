@@ -17,10 +17,12 @@ from prepkit.config import (
     Config,
     DType,
     FP8Backend,
+    Precision,
     TorchAO,
     TransformerEngine,
 )
 from prepkit.findings.text import near
+from prepkit.formats.importers.deepspeed import with_own_dtypes
 from prepkit.formats.importers.foreign import Foreign, foreign, named_model
 from prepkit.formats.importers.source import Imported, Source
 from prepkit.formats.importers.training_arguments import training_arguments
@@ -76,8 +78,10 @@ _WORDS = {"finetuning_type": ("lora", "oft", "freeze", "full"), "stage": ("pt", 
 def _precise(config: Config, float8: FP8Backend | None, *, pure: bool) -> Config:
     reduce: DType = "bfloat16" if isinstance(config.engine, FSDP1 | FSDP2) else "float32"
     if float8 is not None:
-        return evolve(config, precision=FP8(backend=float8, reduce_dtype=reduce, master_weights=not pure))
-    return evolve(config, precision=BF16(reduce_dtype=reduce, master_weights=False)) if pure else config
+        precision: Precision = FP8(backend=float8, reduce_dtype=reduce, master_weights=not pure)
+    else:
+        precision = BF16(reduce_dtype=reduce, master_weights=False) if pure else config.precision
+    return with_own_dtypes(evolve(config, precision=precision))
 
 
 def _checkpointed(file: Foreign) -> bool:

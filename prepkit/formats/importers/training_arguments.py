@@ -44,7 +44,7 @@ from prepkit.formats.importers.argument_values import (
     say_mismatches,
     say_texts,
 )
-from prepkit.formats.importers.deepspeed import from_json, read_deepspeed
+from prepkit.formats.importers.deepspeed import from_json, read_deepspeed, with_own_dtypes
 from prepkit.formats.importers.foreign import Foreign, beside, foreign
 from prepkit.formats.importers.positions import LineColumn, positions
 from prepkit.formats.importers.source import JSON, Imported, Source, read
@@ -202,11 +202,14 @@ def _deepspeed(file: Foreign, config: Config, path: Path, micro_batch: str) -> C
     imported = file.part("deepspeed", lambda: read_deepspeed(file.json(found), config.precision))
     if imported is None:
         return config
-    assert isinstance(imported.config.engine, DeepSpeed)
-    file.origins += [origin for origin in imported.config.origins if origin.setting.startswith("config.engine")]
+    file.origins += [origin for origin in imported.config.origins if origin.setting.startswith(_OF_THE_JSON)]
     file.findings += imported.notes
     file.taken(imported, found)
     return _with_json(config, imported.config, file, micro_batch)
+
+
+_OF_THE_JSON = ("config.engine", "config.precision.reduce_dtype", "config.precision.master_weights")
+"""Settings that DeepSpeed's own file says, whatever the arguments say."""
 
 
 def _typed_out(given: Any) -> Any:
@@ -243,7 +246,8 @@ def _with_json(config: Config, inner: Config, file: Foreign, micro_batch: str) -
     if config.precision is None:  # as the Trainer fills in what is left to it
         engine = filled(engine, {"fp16.enabled": False, "bf16.enabled": False})
     engine = engine if clip else filled(engine, {"gradient_clipping": 0.0})
-    return evolve(config, engine=engine, precision=inner.precision if same else config.precision, clip=clip)
+    precision = inner.precision if same else config.precision
+    return with_own_dtypes(evolve(config, engine=engine, precision=precision, clip=clip))
 
 
 def _rest(file: Foreign) -> None:

@@ -235,10 +235,10 @@ def filled(engine: DeepSpeed, values: dict[str, Any]) -> DeepSpeed:
     return evolve(engine, config=json.dumps(data)) if left else engine
 
 
-def with_zero(engine: DeepSpeed, key: str, value: int) -> DeepSpeed:
-    """The engine with one key of ``zero_optimization`` set in its JSON."""
+def with_key(engine: DeepSpeed, path: str, value: Any) -> DeepSpeed:
+    """The engine with one key set in its JSON, by its dotted path."""
     data = _data(engine)
-    put(data, f"{ZERO}.{key}", value)
+    put(data, path, value)
     return evolve(engine, config=json.dumps(data))
 
 

@@ -11,7 +11,7 @@ from math import frexp
 from attrs import frozen
 
 from prepkit.config import FP8, FP16, MSAMP, ClipNorm, ClipValue, Config, Intent, Mixed
-from prepkit.config.precision import PRECISIONS, as_typed
+from prepkit.config.precision import PRECISIONS, DType, as_typed
 from prepkit.facts import Facts
 from prepkit.resolve.deepspeed import optimizer as tools
 from prepkit.resolve.deepspeed.arguments import arguments
@@ -248,7 +248,7 @@ def _hidden(draft: Draft) -> None:
 # --- precision -------------------------------------------------------------------------------------------------------
 
 
-DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DTYPES: dict[DType, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """torch's names to DeepSpeed's (deepspeed/runtime/config.py ``DtypeEnum``)."""
 
 

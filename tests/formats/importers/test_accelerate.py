@@ -235,7 +235,7 @@ deepspeed_config:
 """
     assert config_of(tmp_path, text) == Config(
         engine=DeepSpeed(stage=3, offload_optimizer="cpu", offload_param="none", leaf_modules=("Experts",)),
-        precision=BF16(),
+        precision=BF16(reduce_dtype="bfloat16"),
         accumulation=4,
         clip=ClipNorm(1.0),
     )
@@ -584,3 +584,28 @@ def test_a_number_that_is_read_with_int_is_in_digits(tmp_path: Path, written: st
         assert "Write 100000000." in refused(tmp_path, text)[0]
     else:
         assert read(tmp_path, text).config.engine.wrap == WrapSize(100_000_000)  # type: ignore[union-attr]
+
+
+def test_keys_that_accelerate_config_writes_and_its_launcher_does_not_read_do_nothing(tmp_path: Path) -> None:
+    launch = pytest.importorskip("accelerate.commands.launch")
+    names = vars(launch.launch_command_parser().parse_args(["x.py"]))
+    assert {"fp8_amax_history_len", "fp8_amax_compute_algo"} <= names.keys()
+    assert not {"fp8_amax_history_length", "fp8_amax_compute_algorithm"} & names.keys()
+    asked = "  amax_history_length: 16\n  amax_compute_algorithm: max\n"
+    text = f"distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n{asked}"
+    imported = read(tmp_path, text)
+    said = {finding.where.rpartition(".")[2]: (finding.rule, finding.fix) for finding in imported.notes}
+    assert said == {
+        "amax_history_length": ("import.no-effect", "Write it as amax_history_len."),
+        "amax_compute_algorithm": ("import.no-effect", "Write it as amax_compute_algo."),
+    }
+    recipe = DelayedScaling(amax_compute_algo="most_recent")
+    assert imported.config.precision == FP8(backend=TransformerEngine(recipe=recipe))
+
+
+def test_a_section_of_another_name_is_not_taken_for_one_that_ends_alike(tmp_path: Path) -> None:
+    with pytest.raises(PlanRejected) as refused:
+        read(tmp_path, "distributed_type: MULTI_GPU\nmixed_precision: bf16\nipex_config:\n  ipex: true\n")
+    assert [finding.fix for finding in refused.value.findings] == ["Remove it."]
+    with pytest.raises(PlanRejected, match="Write 'fsdp_config'"):
+        read(tmp_path, "distributed_type: FSDP\nfsdpp_config: {}\n")

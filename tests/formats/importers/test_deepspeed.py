@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from attrs import evolve
@@ -11,7 +13,10 @@ from attrs import evolve
 from prepkit import api
 from prepkit.config import BF16, FP16, ClipNorm, Config, DeepSpeed
 from prepkit.findings import PlanRejected
+from prepkit.formats.exporters import export_config
 from prepkit.formats.importers import import_config
+from prepkit.resolve.deepspeed.data import data_of
+from prepkit.resolve.deepspeed.working import working_config
 from prepkit.testing.tiny import tiny_facts
 
 TEXT = """\
@@ -29,6 +34,10 @@ TEXT = """\
 """
 
 
+LOW = BF16(reduce_dtype="bfloat16")
+"""What DeepSpeed does with bf16 where nothing else is said."""
+
+
 def read(tmp_path: Path, text: str):
     (tmp_path / "ds.json").write_text(text)
     return import_config(str(tmp_path / "ds.json"))
@@ -38,7 +47,7 @@ def test_comments_trailing_commas_and_floats_are_read(tmp_path: Path) -> None:
     imported = read(tmp_path, TEXT)
     config = imported.config
     assert imported.kind == "deepspeed"
-    assert (config.accumulation, config.clip, config.precision) == (2, ClipNorm(1.0), BF16())
+    assert (config.accumulation, config.clip, config.precision) == (2, ClipNorm(1.0), LOW)
     assert isinstance(config.engine, DeepSpeed)
     assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 5e8}
 
@@ -52,14 +61,17 @@ def test_each_setting_says_line_and_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "precision"),
     [
-        ({"fp16": {"enabled": True}}, FP16(growth_interval=1000)),  # DeepSpeed's own default
+        ({"fp16": {"enabled": True}}, FP16(reduce_dtype="float16", growth_interval=1000)),  # DeepSpeed's own default
         (
             {"fp16": {"enabled": True, "loss_scale_window": 500, "initial_scale_power": 12}},
-            FP16(growth_interval=500, init_scale=4096.0),
+            FP16(reduce_dtype="float16", growth_interval=500, init_scale=4096.0),
         ),
-        ({"fp16": {"enabled": True, "loss_scale_window": "auto"}}, FP16(growth_interval=1000)),
+        (
+            {"fp16": {"enabled": True, "loss_scale_window": "auto"}},
+            FP16(reduce_dtype="float16", growth_interval=1000),
+        ),
         ({"fp16": {"enabled": False}, "bf16": {"enabled": "auto"}}, None),
-        ({"bfloat16": {"enabled": True}}, BF16()),
+        ({"bfloat16": {"enabled": True}}, LOW),
     ],
 )
 def test_the_section_that_is_on_says_the_precision(tmp_path: Path, section: dict, precision: object) -> None:
@@ -150,7 +162,7 @@ def test_both_precisions_are_refused_and_the_rest_is_read_all_the_same(tmp_path:
     (finding,) = (one for one in refused.value.findings if one.rule == "import.contradiction")
     assert "fp16.enabled" in finding.where
     assert "bf16 and fp16 are both enabled" in finding.what
-    assert refused.value.rest.config.precision == BF16(reduce_dtype="float32")
+    assert refused.value.rest.config.precision == LOW
 
 
 def test_a_file_with_no_key_of_deepspeed_is_not_taken_for_one(tmp_path: Path) -> None:
@@ -172,3 +184,65 @@ def test_what_is_shown_of_a_key_is_its_own_value_and_not_the_whole_file_again(tm
     lines = {line.split()[0]: line for line in str(read(tmp_path, TEXT)).splitlines()[1:]}
     assert '  {"stage": 2, "reduce_bucket_size": 500000000.0}  from' in lines["config.engine.config.zero_optimization"]
     assert '  "auto"  from' in lines["config.engine.config.train_micro_batch_size_per_gpu"]
+
+
+def own_dtypes(data: dict) -> tuple[object, ...]:
+    """The dtypes in which DeepSpeed's own engine computes, adds up and reduces with this JSON."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    own = DeepSpeedConfig({key: value for key, value in data.items() if "batch" not in key} | {"train_batch_size": 1})
+    low, half = own.bfloat16_config, own.float16_config
+    engine = SimpleNamespace(_config=own, fp16_enabled=lambda: half.enabled, bfloat16_enabled=lambda: low.enabled)
+    masters = (low.bf16_master_weights_and_grads, half.fp16_master_weights_and_grads)
+    return *DeepSpeedEngine.get_data_types(engine), DeepSpeedEngine.communication_data_type.fget(engine), masters
+
+
+FILES = {
+    "deepspeed": "",
+    "accelerate": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n",
+    "transformers": "output_dir: out\n{0}: true\nper_device_train_batch_size: 1\ndeepspeed: ds.json\n",
+    "axolotl": "base_model: m\n{0}: true\nmicro_batch_size: 1\ndeepspeed: ds.json\n",
+}
+"""Kinds of files to one that names DeepSpeed's JSON; ``{0}`` is the precision."""
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("low", ["bf16", "fp16"])
+def test_a_plan_of_a_json_reduces_and_adds_up_in_the_dtypes_that_deepspeed_takes_from_it(
+    tmp_path: Path, kind: str, stage: int, low: str
+) -> None:
+    """Be they said or not, also through the files that name it; what is exported of it says the same again."""
+    (tmp_path / "run.yaml").write_text(FILES[kind].format(low))
+    for sent, summed in product((None, "fp32", low), (None, "fp32", low) if stage else (None,)):
+        section = {"enabled": True} | ({f"{low}_master_weights_and_grads": True} if summed == low else {})
+        data: dict = {"zero_optimization": {"stage": stage}, low: section, "train_micro_batch_size_per_gpu": 1}
+        data |= {"communication_data_type": sent} if sent else {}
+        data |= {"data_types": {"grad_accum_dtype": summed}} if summed else {}
+        (tmp_path / "ds.json").write_text(json.dumps(data))
+        config = import_config(tmp_path / ("ds.json" if kind == "deepspeed" else "run.yaml"), kind).config
+        settings = working_config(config, tiny_facts(world=2))
+        assert [flaw for flaw in settings.flaws if flaw.rule == "deepspeed.two-places"] == []
+        assert own_dtypes(data_of(settings.settings)) == own_dtypes(data), (sent, summed)
+        again = export_config(evolve(config, origins=()), "deepspeed", partial=True)
+        assert own_dtypes(json.loads(again.text)) == own_dtypes(data), (sent, summed)
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "accelerate", "transformers"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_exported_has_deepspeed_reduce_and_add_up_as_the_plan_does(
+    tmp_path: Path, to: str, stage: int, dtype: str
+) -> None:
+    precision = BF16(reduce_dtype=dtype)  # type: ignore[arg-type]
+    config = Config(engine=DeepSpeed(stage=stage), precision=precision, clip=ClipNorm(1.0))  # type: ignore[arg-type]
+    own = own_dtypes(data_of(working_config(config, tiny_facts(world=2)).settings))
+    file = tmp_path / ("x.json" if to == "deepspeed" else "x.yaml")
+    made = export_config(config, to, file, partial=True)
+    assert not [finding for finding in made.left_out if "precision" in finding.where]
+    read_back = import_config(file, to).config
+    assert own_dtypes(data_of(working_config(read_back, tiny_facts(world=2)).settings)) == own
+    said = {"deepspeed": file, "accelerate": tmp_path / "deepspeed.json"}.get(to)
+    if said is not None and said.exists():
+        assert own_dtypes(json.loads(said.read_text())) == own

@@ -66,7 +66,7 @@ def test_no_precision_beside_a_json_of_deepspeed_is_the_one_of_the_json(tmp_path
         "ACCELERATE_MIXED_PRECISION": "no",
         "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
     }
-    assert read_variables(variables).config.precision == BF16()
+    assert read_variables(variables).config.precision == BF16(reduce_dtype="bfloat16")
     for said in ({"ACCELERATE_CONFIG_DS_FIELDS": "mixed_precision"}, {"ACCELERATE_MIXED_PRECISION": "fp16"}):
         with pytest.raises(PlanRejected, match="ACCELERATE_MIXED_PRECISION: accelerate refuses it"):
             read_variables(variables | said)

@@ -106,7 +106,7 @@ def test_deepspeed_is_read_from_the_file_that_is_named(tmp_path: Path) -> None:
     config = read(tmp_path, "bf16: true\ndeepspeed: zero3.json\n").config
     assert isinstance(config.engine, DeepSpeed)
     assert json.loads(config.engine.config)["zero_optimization"] == {"stage": 3}
-    assert config.precision == BF16()
+    assert config.precision == BF16(reduce_dtype="bfloat16")
 
 
 def test_data_and_logging_are_listed_and_a_slip_of_the_pen_is_refused(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_deepspeeds_file_leaves_to_the_arguments_is_filled_in_from_them(tmp
     }
     (tmp_path / "zero.json").write_text(json.dumps(left))
     config = read(tmp_path, "fp16: true\ndeepspeed: zero.json\nper_device_train_batch_size: 3\n").config
-    assert config.precision == FP16(init_scale=4096.0, growth_interval=500)
+    assert config.precision == FP16(reduce_dtype="float16", init_scale=4096.0, growth_interval=500)
     assert isinstance(config.engine, DeepSpeed)
     assert config.engine.micro_batch == 3
     (tmp_path / "zero.json").write_text(json.dumps(left | {"train_micro_batch_size_per_gpu": 3}))
@@ -236,7 +236,7 @@ def test_what_deepspeeds_file_leaves_to_the_arguments_is_filled_in_from_them(tmp
     assert isinstance(config.engine, DeepSpeed)
     assert config.engine.micro_batch is None
     text = "bf16: true\ndeepspeed: zero.json\nper_device_train_batch_size: 3\n"
-    assert read(tmp_path, text).config.precision == BF16()
+    assert read(tmp_path, text).config.precision == BF16(reduce_dtype="bfloat16")
 
 
 def test_a_file_with_an_fsdp_config_is_told_from_accelerates(tmp_path: Path) -> None:

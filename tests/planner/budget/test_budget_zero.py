@@ -11,7 +11,7 @@ import prepkit as pk
 from prepkit.config import BF16, AdamW, Config, DeepSpeed
 from prepkit.planner.budget import Fit, bounds, moves
 from prepkit.predict import predict
-from prepkit.resolve.deepspeed.data import look, offloaded, offloads, restaged, said, stage, with_zero
+from prepkit.resolve.deepspeed.data import look, offloaded, offloads, restaged, said, stage, with_key
 from tests.support.llama_facts import fsdp2
 
 
@@ -83,7 +83,8 @@ def test_a_plan_of_the_json_alone_is_changed_in_the_json() -> None:
 
 @pytest.mark.parametrize("old", ["{}", '{"zero_optimization": true}', '{"zero_optimization": {"stage": 1}}'])
 def test_a_setting_is_changed_wherever_it_stands(old: str) -> None:
-    made = with_zero(offloaded(offloaded(restaged(DeepSpeed(config=old), 3), "param"), "optimizer"), "x", 7)
+    both = offloaded(offloaded(restaged(DeepSpeed(config=old), 3), "param"), "optimizer")
+    made = with_key(both, "zero_optimization.x", 7)
     assert (stage(made), offloads(made, "param"), offloads(made, "optimizer")) == (3, True, True)
     assert look(said(made), "zero_optimization.x") == 7
     back = offloaded(restaged(made, 2), "optimizer", away=False)

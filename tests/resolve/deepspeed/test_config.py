@@ -32,7 +32,7 @@ from prepkit.facts import ArchitectureFacts, Facts, LoaderFacts, OptimizerFacts,
 from prepkit.findings import errors
 from prepkit.plan import Plan
 from prepkit.planner import plan
-from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings, with_zero
+from prepkit.resolve.deepspeed.data import NotJsonError, data_of, drop, look, parse, put, settings, with_key
 from prepkit.resolve.deepspeed.working import WorkingConfig, as_written, working_config
 from prepkit.rules import check
 from prepkit.steps import ConvertOptimizer, InitializeDeepSpeed, MarkLeafModules
@@ -675,7 +675,7 @@ def test_optimizer_state_leaves_the_device_from_stage_1_on_and_parameters_from_3
 
 
 def test_a_bare_true_keeps_its_stage_when_a_key_is_set_beside_it() -> None:
-    engine = with_zero(DeepSpeed(config={"zero_optimization": True}), "reduce_bucket_size", 5)
+    engine = with_key(DeepSpeed(config={"zero_optimization": True}), "zero_optimization.reduce_bucket_size", 5)
     assert json.loads(engine.config) == {"zero_optimization": {"stage": 1, "reduce_bucket_size": 5}}
 
 
