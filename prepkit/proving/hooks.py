@@ -79,6 +79,11 @@ def same_size(one: Size, other: Size, by: float = 1e-9) -> bool:
     return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= by * one[2]
 
 
+def others(before: Mapping[str, Size], now: Mapping[str, Size]) -> tuple[str, ...]:
+    """Parameters whose values are certainly others by now."""
+    return tuple(name for name, one in before.items() if name in now and not same_size(one, now[name]))
+
+
 def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
     """Parameters that have a gradient, and not of zeros alone."""
     grads = {name: param.grad for name, param in parameters(root) if param.requires_grad}
@@ -200,21 +205,25 @@ class Around:
     """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
     _began: dict[str, Size] = field(factory=dict, init=False)
+    _entered: dict[str, Size] = field(factory=dict, init=False)
+    """At the begin of the forward that runs, or ran last."""
     _earlier: dict[str, Size] = field(factory=dict, init=False)
     """At the first forward of what was cleared."""
 
     def forward(self, root: nn.Module, *, first: bool) -> None:
         """Before a forward of the window."""
+        self._entered = sizes(root)
         if first:
-            self._began = sizes(root)
-        elif self.changed(root):
+            self._began = dict(self._entered)
+        elif others(self._began, self._entered):
             self.swung = True
 
     def went(self, root: nn.Module | None) -> None:
-        """Behind a forward."""
-        changed = self.changed(root) if self._began else ()
+        """Behind a forward: what is other than when it began, it has changed itself."""
+        now = sizes(root) if self._began else {}
+        changed = others(self._entered, now)
         self.own |= dict.fromkeys(changed)
-        self._began |= {name: one for name, one in sizes(root).items() if name in changed}
+        self._began |= {name: now[name] for name in changed}
 
     def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
         """Before a backward; ``ends``: identities of nodes at which the model's own outputs begin."""
@@ -252,8 +261,7 @@ class Around:
 
     def changed(self, root: nn.Module | None) -> tuple[str, ...]:
         """Parameters that are not as they were at the first forward."""
-        now = sizes(root)
-        return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
+        return others(self._began, sizes(root))
 
     def steps(self, root: nn.Module) -> None:
         """Before the first step: whether weights are others than in the first forward, or others were put back."""
