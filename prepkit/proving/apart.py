@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prepkit.facts.proof import LossShare
 from prepkit.proving.hooks import alike
-from prepkit.proving.parts_of import CannotReplay, Replica, replicas
+from prepkit.proving.parts_of import CannotReplay, Replica, numbers, replicas
 from prepkit.proving.record_file import Record
 
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
@@ -28,7 +28,7 @@ def weights_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int,
         if not before:
             raise CannotReplay(f"the ranks have not recorded all parts of {name}")
         after = replicas(records, "after", name)
-        moved = float((after[0].values.double() - before[0].values.double()).norm()) if after else 0.0
+        moved = float((numbers(after[0].values).double() - numbers(before[0].values).double()).norm()) if after else 0.0
         yield name, _others(before, 0.0), _others(after, 1e-3 * moved)
 
 
@@ -69,14 +69,13 @@ def undone_later(records: tuple[Record, ...], later: tuple[str, ...]) -> Iterato
 
 def _later_apart(records: tuple[Record, ...], name: str) -> bool:
     found = replicas(records, "later", name)
-    return not found or bool(_others(found, 1e-6 * float(found[0].values.double().norm())))
+    return not found or bool(_others(found, 1e-6 * float(numbers(found[0].values).double().norm())))
 
 
 def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
     """Holders of replicas that are further from the first one."""
-    return tuple(
-        one.holder for one in found[1:] if float((one.values.double() - found[0].values.double()).norm()) > allowed
-    )
+    first, *rest = ((one.holder, numbers(one.values).double()) for one in found) if found else ((0, None),)
+    return tuple(holder for holder, values in rest if float((values - first[1]).norm()) > allowed)
 
 
 def buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

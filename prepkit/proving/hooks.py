@@ -17,6 +17,7 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
+from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro
 from prepkit.rules.run.proof_causes import near
 
@@ -64,9 +65,9 @@ def sizes(root: nn.Module | None) -> dict[str, Size]:
     """Of every parameter."""
     found: dict[str, Size] = {}
     for name, part in (parts(root, masters=True) if root is not None else {}).items():
-        row = part.values.detach().reshape(-1)
+        row = numbers(part.values)
         norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
-        found[name] = (row.numel(), float(row.sum(dtype=torch.float64)), norm)
+        found[name] = (part.values.numel(), float(row.sum(dtype=torch.float64)), norm)
     return found
 
 
@@ -309,7 +310,7 @@ class Around:
         def hook(grad: Tensor | None) -> None:
             if grad is None or not self.going:  # DDP gives none to outputs that no loss has used
                 return
-            kept = local(grad).detach().cpu().clone()
+            kept = local(grad).detach().cpu().clone().resolve_conj()
             self.fed = True
             arrived[place] = arrived[place] + kept if place in arrived else kept
 

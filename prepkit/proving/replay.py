@@ -33,7 +33,7 @@ from prepkit.proving.apart import (
     weights_apart,
 )
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
-from prepkit.proving.parts_of import CannotReplay, replicas
+from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
@@ -90,7 +90,7 @@ class Replay:
 
     def sampled(self, values: Tensor) -> Tensor:
         """As many elements of a tensor, the same ones of every tensor of its size, as a row in float64."""
-        row = values.detach().reshape(-1).cpu()
+        row = numbers(values).cpu()
         if row.numel() <= self.most:
             return row.double()
         return row[torch.randint(row.numel(), (self.most,), generator=torch.Generator().manual_seed(0))].double()
@@ -102,7 +102,8 @@ class Replay:
     def streamed(self, dtype: torch.dtype) -> tuple[nn.Module, Streamed]:
         """A plain model whose weights are fetched when they are needed."""
         head = self.records[0].head
-        stubs = {one.name: stub(one.shape, dtype) for one in head.params}
+        kinds = {one.name: as_wide(dtype, self.records[0].tensors[f"weight/{one.name}"]) for one in head.params}
+        stubs = {one.name: stub(one.shape, kinds[one.name]) for one in head.params}
         buffers = {
             key.removeprefix("buffer/"): self.records[0].tensors[key]
             for key in self.records[0].tensors
@@ -113,14 +114,18 @@ class Replay:
         params = names.named_parameters(plain)
         for name, param in params.items():
             param.requires_grad_(name in trained)
-            if name not in stubs and param.is_floating_point():
-                param.data = param.data.to(dtype)
+            if name not in stubs:
+                param.data = _cast(param.data, dtype)
         for buffer in plain.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
+            buffer.data = _cast(buffer.data, dtype)
         bare.evaluate(plain, head.evaluating)
         there = {name: param for name, param in params.items() if name in stubs}
-        return plain, Streamed(there, lambda name: self.weight(name).to(dtype), self.limit)
+        return plain, Streamed(there, lambda name: self.weight(name).to(kinds[name]), self.limit)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the dtype of a replay; what counts or chooses stays as it is."""
+    return tensor.to(as_wide(dtype, tensor)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def replayed(window: Replay) -> ProofFacts:
@@ -276,11 +281,11 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
                         param.requires_grad_(name in trained and name not in call.frozen)
                     divisor = record.head.scale / number_of(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
-            zero = [name for name in streamed.params if name in trained and name not in share]
+            zero = [(name, one) for name, one in streamed.params.items() if name in trained and name not in share]
             window.held = max(window.held, streamed.most)
             window.reached |= share.keys()
             window.reached_by.append(frozenset(share))
-            found.append(share | {name: window.sampled(torch.zeros(streamed.params[name].shape)) for name in zero})
+            found.append(share | {name: window.sampled(torch.zeros(one.shape, dtype=one.dtype)) for name, one in zero})
     return tuple(found)
 
 
@@ -322,12 +327,12 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
     begin = f"input/{number}/"
     tensors = {key.removeprefix(begin): record.tensors[key] for key in record.tensors if key.startswith(begin)}
     torch.set_rng_state(tensors["rng"])
-    dtype = next((one.dtype for one in streamed.params.values()), torch.float32)
-    cast = {key: one.to(dtype) if one.is_floating_point() else one for key, one in tensors.items()}
+    dtype = next((one.dtype.to_real() for one in streamed.params.values()), torch.float32)
+    cast = {key: _cast(one, dtype) for key, one in tensors.items()}
     args, kwargs = tree.read(call.inputs, cast)
 
     def arrived(name: str, grad: Tensor) -> None:
-        mine = window.sampled(grad.to_dense() if grad.is_sparse else grad)
+        mine = window.sampled(grad)
         share[name] = share[name] + mine if name in share else mine
 
     entered: Callable[..., Any] = model if call.entry == "forward" else getattr(model, call.entry)
@@ -348,7 +353,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
                 said = f"output {place} of call {number} on rank {record.head.rank} was of shape {tuple(grad.shape)}"
                 raise CannotReplay(f"{said}, and plainly the model returns {plain}: a part of the whole, or others")
             ends.append(outputs[place])
-            grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
+            grads.append((_cast(grad, torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:
             torch.autograd.backward(ends, from_outside(ends, grads))
     for name, param in streamed.params.items():  # what an operator of the model's own has given to the stub itself
@@ -362,27 +367,35 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
     shares = torch.stack([share[name] for share in reference])
     apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
     found = replicas(window.records, "grad", name)
-    numel = prod(next(one.shape for one in window.records[0].head.params if one.name == name))
+    whole = window.weight(name)
+    numel = numbers(whole).numel()
     more = numel / shares.shape[1] if shares.shape[1] else 1.0
     got = [window.sampled(one.values) for one in found]
     if window.records[0].head.value is not None:
         kept = _not_clamped(window, shares, got)
         shares, got = shares * kept, [one * kept for one in got]
-    weight = window.sampled(window.weight(name))
-    whole = _products(name, shares, got, tuple(one.holder for one in found), apart, more)
-    owners = window.sampled(found[0].owners) if found and found[0].owners is not None else None
+    weight = window.sampled(whole)
+    products = _products(name, shares, got, tuple(one.holder for one in found), apart, more)
+    owners = window.sampled(_of_numbers(found[0])) if found and found[0].owners is not None else None
     parts = []
     for rank in () if owners is None else torch.unique(owners).int().tolist():
         here = owners == rank
         parts.append(_products(name, shares[:, here], [got[0][here]], (rank,), apart[here], more))
     return evolve(
-        whole,
+        products,
         weight=tuple((more * (shares @ weight)).tolist()),
         weight_square=more * float(weight @ weight),
         along=tuple(more * float(one @ weight) for one in got),
         decay=_decay(window, name),
         parts=tuple(parts),
     )
+
+
+def _of_numbers(replica: Replica) -> Tensor:
+    """The rank that holds each number."""
+    assert replica.owners is not None, "it lies in parts"
+    twice = replica.values.is_complex()
+    return replica.owners.unsqueeze(-1).expand(*replica.owners.shape, 2) if twice else replica.owners
 
 
 def _products(

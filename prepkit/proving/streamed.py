@@ -71,7 +71,7 @@ class Streamed:
 
     def __attrs_post_init__(self) -> None:
         self._names = {id(param): name for name, param in self.params.items()}
-        self.exact = any(one.dtype == torch.float64 for one in self.params.values())
+        self.exact = any(one.dtype.to_real() == torch.float64 for one in self.params.values())
 
     def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts of one forward and its backward."""

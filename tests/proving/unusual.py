@@ -916,6 +916,33 @@ def called_before_it_was_wrapped(rank: int, world: int) -> Window:
     return Window(None, train)
 
 
+class Filters(nn.Module):
+    """Multiplies frequencies by complex weights, and returns them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.by = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = torch.fft.rfft(self.enter(x).tanh()) * self.by
+        return {"spectrum": seen, "logits": self.head(torch.fft.irfft(seen, n=WIDTH))}
+
+
+def _of_spectrum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found = model(batch[0])
+    return nn.functional.cross_entropy(found["logits"], batch[1]) + 0.01 * found["spectrum"].abs().square().mean()
+
+
+def complex_weights_and_outputs(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Filters)), 2, _of_spectrum)
+
+
+def complex_weights_summed(rank: int, world: int) -> Window:
+    model = seeded(Filters)
+    return trained(model, 2, _of_spectrum, then=summed_over_ranks)
+
+
 class OfPacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1202,6 +1229,7 @@ RIGHT_UNUSUAL = (
     divided_by_what_backward_is_given,
     a_loss_that_a_layer_keeps,
     critic_of_three_steps,
+    complex_weights_and_outputs,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (asked_for_and_summed, "prove.summed", "2.000 x"),
@@ -1252,6 +1280,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),
     (weighed_by_samples_and_summed_but_for_one, "prove.summed", "2.000 x"),
+    (complex_weights_summed, "prove.summed", "2.000 x"),
     (lent_and_not_averaged, "prove.not-averaged", "All gradients are each rank's own"),
     (summed_over_its_samples_on_rank_1, "prove.unlike-losses", "Every loss of rank 1 weighs 6.00 x one of rank 0"),
 )
