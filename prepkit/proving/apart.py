@@ -74,8 +74,8 @@ def _later_apart(records: tuple[Record, ...], name: str) -> bool:
 
 def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
     """Holders of replicas that are further from the first one."""
-    first, *rest = ((one.holder, numbers(one.values).double()) for one in found) if found else ((0, None),)
-    return tuple(holder for holder, values in rest if float((values - first[1]).norm()) > allowed)
+    held = [(one.holder, numbers(one.values).double()) for one in found]
+    return tuple(holder for holder, values in held[1:] if float((values - held[0][1]).norm()) > allowed)
 
 
 def buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -384,6 +384,41 @@ class Around:
         )
 
 
+def heard(hook: Callable[..., Any], fails: Callable[[Exception], None]) -> Callable[..., Any]:
+    """The hook; what it raises is told to ``fails``, and is not raised into the run."""
+
+    def listens(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:  # whatever a program trains
+            fails(error)
+            return None
+
+    return listens
+
+
+def in_place_of(instead: Callable[..., Any], fails: Callable[[Exception], None]) -> Callable[..., Any]:
+    """The same of what is called with a function in its place: that is called once, and what it raises is raised."""
+
+    def calls(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began, came = list[bool](), list[Any]()
+
+        def once(*its: Any, **own: Any) -> Any:
+            began.append(True)
+            came.append(plain(*its, **own))
+            return came[-1]
+
+        try:
+            return instead(once, *args, **kwargs)
+        except Exception as error:
+            if len(began) > len(came):
+                raise
+            fails(error)
+            return came[-1] if came else plain(*args, **kwargs)
+
+    return calls
+
+
 def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:
     """Identities of the trained weights of a model among what gradients are asked for."""
     mine = {id(param) for _, param in parameters(root) if param.requires_grad}

@@ -226,13 +226,17 @@ def write(record: Record, folder: Path) -> None:
     """Writes one file."""
     from safetensors.torch import save_file
 
-    plain = {
-        f"{COMPLEX}{key}" if one.is_complex() else key: (torch.view_as_real(one) if one.is_complex() else one).contiguous()
-        for key, one in ((key, tensor.detach()) for key, tensor in record.tensors.items())
-    }
+    plain = dict(_plain(key, tensor.detach()) for key, tensor in record.tensors.items())
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(codec.to_data(record.head), sort_keys=True)
     save_file(plain, str(path_of(folder, record.head.rank)), metadata={KEY: text})
+
+
+def _plain(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """As safetensors takes it."""
+    if tensor.is_complex():
+        key, tensor = f"{COMPLEX}{key}", torch.view_as_real(tensor)
+    return key, tensor.contiguous()
 
 
 def read(folder: Path) -> tuple[Record, ...]:

@@ -99,7 +99,8 @@ def _updates(options: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[
     if _class_of(options["class"]) is None:
         raise CannotStep(f"{options['class']} is no optimizer of torch's: its step was not replayed")
     try:
-        exact, coarse = (_update(options, weight, grad, state, dtype) for dtype in (torch.float64, weight.dtype.to_real()))
+        kinds = torch.float64, weight.dtype.to_real()
+        exact, coarse = (_update(options, weight, grad, state, dtype) for dtype in kinds)
     except Exception as error:  # options and state are what a file says
         said = f"{type(error).__name__}: {error!s:.200}"
         raise CannotStep(f"{options['class']} cannot take its step again: {said}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import prepkit as pk
 from prepkit import config as c
-from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.findings import Finding, FindingWarning, RunRefused, Severity
 from prepkit.proving import live
 from prepkit.proving.proof import prove_record
 from prepkit.proving.recorder import Recorder
@@ -167,6 +168,60 @@ def test_each_loss_is_divided_by_the_micro_batches_of_a_full_window(name: str) -
         )
         assert ready.loop.proven is None
         ready.close()
+
+
+def by_hand(by: float, windows: int = 2, prove: int = 2) -> pk.Prepared:
+    """A run whose loop goes backward and steps by itself, over two micro-batches that are divided by ``by``."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(), model, optimizer=optimizer), prove=prove)
+    for _ in range(windows):
+        for _ in range(2):
+            (ready.model(torch.randn(3, 4)).square().mean() / by).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ready
+
+
+def told_of(ready: pk.Prepared) -> list[Finding]:
+    assert ready.attestation is not None
+    return [one for asked in ready.attestation.asked for one in asked.found if one.rule.startswith("prove.")]
+
+
+def test_a_loop_that_steps_by_itself_is_proven_too() -> None:
+    ready = by_hand(2.0)
+    asked = [one for one in ready.attestation.asked if one.rule.startswith("prove.")]
+    assert len(asked) > 40, "two windows were to be proven"
+    ready.close()
+    assert told_of(ready) == []
+    with pytest.raises(RunRefused, match=r"2\.000 x what they should be: the loss is not divided by the 2 micro"):
+        by_hand(1.0)
+
+
+def test_a_run_that_is_closed_before_its_window_was_complete_says_that_nothing_is_proven() -> None:
+    ready = by_hand(2.0, windows=0, prove=1)
+    ready.model(torch.ones(3, 4)).square().mean().backward()
+    assert told_of(ready) == []
+    with pytest.warns(FindingWarning, match="closed before an optimizer of it had stepped what the model trains"):
+        ready.close()
+    assert [one.rule for one in told_of(ready)] == ["prove.unproven"]
+
+
+@pytest.mark.parametrize("fails", ["sizes", "micro_of", "evaluating", "places"])
+def test_what_cannot_be_recorded_is_told_and_the_run_goes_on_as_it_would(fails: str) -> None:
+    def cannot(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such dtype")
+
+    home = "prepkit.proving.hooks.sizes" if fails == "sizes" else f"prepkit.proving.recorder.{fails}"
+    with patch(home, cannot), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ready = by_hand(2.0, windows=1, prove=1)
+        ready.close()
+    assert "could not be recorded (RuntimeError: no such dtype)" in "".join(str(one.message) for one in told)
+    plain = by_hand(2.0, windows=1, prove=0)
+    assert [one.rule for one in told_of(ready)] == ["prove.unproven"]
+    assert all(map(torch.equal, ready.model.parameters(), plain.model.parameters()))
 
 
 class Unrepeated(nn.Module):
