@@ -1174,6 +1174,18 @@ def fsdp1_of_original_parameters_clipped_by_torch(rank: int, world: int) -> Wind
     return _fsdp1(original=True)
 
 
+def fsdp2_with_zeros_on_rank_1(rank: int, world: int) -> Window:
+    """A rank clears its part of the gradients before the step."""
+    model = fully_shard(net())
+
+    def then(model: nn.Module) -> None:
+        for param in model.parameters() if rank == 1 else ():
+            assert param.grad is not None
+            param.grad.zero_()
+
+    return trained(model, 2, then=then)
+
+
 def each_part_clipped_by_itself(rank: int, world: int) -> Window:
     model = net()
     fully_shard(model)
@@ -1248,6 +1260,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (fsdp1_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank by a number of its own"),
     (fsdp1_of_original_parameters_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank"),
     (each_part_clipped_by_itself, "prove.clipped-scaled", "All gradients are scaled by each rank"),
+    (fsdp2_with_zeros_on_rank_1, "prove.no-gradient", "16 parameters had a gradient of zeros in the part of rank 1"),
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
     (clipped_in_parts_and_one_tripled, "prove.ratio", "The gradients of `head` are 3.000 x"),
     (no_sync_on_the_last_micro_batch, "prove.not-averaged", "averaged before the last micro-batch"),

@@ -196,8 +196,8 @@ class _Aim:
 
     def allowed(self, one: GradientProof) -> float:
         """Return how far from the sum a right gradient may lie."""
-        typical = self.scale * sqrt(one.numel)
-        rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * self.clipping * typical)
+        typical = self.clipping * self.scale * sqrt(one.numel)
+        rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * typical)
         return MARGIN * (self.clipping * one.noise + rounding)
 
     def cause(self, one: GradientProof, copy: int) -> Cause | None:
@@ -211,7 +211,7 @@ class _Aim:
             return None  # there is nothing but rounding
         relative = allowed / size if size else 1.0
         if one.squares[copy] <= (NOTHING * size) ** 2:
-            return Cause("prove.no-gradient", "zero")
+            return Cause("prove.no-gradient", "zeros")
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
@@ -219,7 +219,7 @@ class _Aim:
                 return None  # a stage that divides what it is given by the micro-batches
             if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
-            found = _of_ratio(self.facts, ratio, self.clipping, copy)
+            found = _of_ratio(self.facts, ratio, self.clipping)
             beside = found.rule == "prove.ratio" and one.name in self.facts.outside  # which is told as a limit
             return None if beside else found
         plain = tuple(a / self.clipping for a in sums)
@@ -271,11 +271,12 @@ class _Aim:
                     return None
                 seen.add(part.holders[0])
             split = split or len(seen) > 1
-        each = self.facts.shrunk
-        clipped = all(rank < len(each) and near(ratio, each[rank]) for rank, ratio in ratios.items())
+        clipped = all(near(ratio, dict(enumerate(self.facts.shrunk)).get(rank, 0.0)) for rank, ratio in ratios.items())
         alike = not turned and near(min(ratios.values(), default=1.0), max(ratios.values(), default=1.0))
         if len(ratios) < 2 or alike or not (split or clipped):
             return None
+        if none := tuple(rank for rank, ratio in sorted(ratios.items()) if ratio <= NOTHING):
+            return Cause("prove.no-gradient", f"zeros in the part of rank {spans(none)}")
         said = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in sorted(ratios.items())[:4])
         return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {said}")
 
@@ -295,9 +296,8 @@ def _whole(facts: ProofFacts) -> float:
     return sum(known) / facts.world if len(known) == len(facts.shares) else 0.0
 
 
-def _of_ratio(facts: ProofFacts, ratio: float, clipping: float, copy: int) -> Cause:
+def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
     """The number of this run that explains a ratio."""
-    del copy
     weighed = _weighed(facts)
     rest = ratio / weighed.ratio if weighed is not None else ratio
     if weighed is not None and near(rest, 1.0):

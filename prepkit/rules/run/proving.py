@@ -183,10 +183,19 @@ def _step_size(facts: ProofFacts) -> Iterator[Hit]:
             turned = length and one.along / length < 0.99
             said = "another direction" if turned else f"{ratio:.3f} x"
             found.setdefault(said, []).append(one.name)
-    for said, names in found.items():
+    every = [name for names in found.values() for name in names]
+    if len(found) == 1:
+        (said,) = found
         how = "in another direction than" if said == "another direction" else f"by {said} of what"
-        what = f"{count(len(names), 'parameter')} moved {how} the optimizer's options and these gradients give"
-        yield Hit(at(names[0]), f"{what}: {some(names)}.")
+        what = f"{count(len(every), 'parameter')} moved {how} the optimizer's options and these gradients give"
+        yield Hit(at(every[0]), f"{what}: {some(every)}.")
+    elif found:  # one cause, as a hook that scales all weights
+        hows = [
+            f"{'in ' if said.startswith('another') else 'by '}{said} ({some(names)})" for said, names in found.items()
+        ]
+        what = f"{count(len(every), 'parameter')} moved otherwise than the optimizer's options and these gradients give"
+        more = f" and {len(hows) - 3} more ways" if len(hows) > 3 else ""
+        yield Hit(at(every[0]), f"{what}: {', '.join(hows[:3])}{more}.")
 
 
 def _limits(facts: ProofFacts) -> Iterator[Hit]:
@@ -198,10 +207,14 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
         had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
         yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
     if (losses := made_otherwise(facts)) is not None:
-        said = f"Rank {losses[0].rank} makes its loss otherwise than rank {losses[1].rank}"
-        with_ = f"it alone has {only_in(*losses)}; the other {only_in(*losses[::-1])}"
+        said = f"Rank {losses[0].rank} makes its loss by other operators than rank {losses[1].rank}"
+        each = [
+            f"{only} on rank {one.rank} alone" for one, other in (losses, losses[::-1]) if (only := only_in(one, other))
+        ]
         yield Hit(
-            "loss", f"{said}: {with_}.", "Look whether all ranks are to have one loss: a smoothing, a weight, a part."
+            "loss",
+            f"{said}: {'; '.join(each)}.",
+            "Look whether all ranks are to have one loss: a smoothing, a weight, a part.",
         )
     if steps_apart(facts):
         where = "behind the step" if facts.averaged_later else f"behind another step, as it seems ({facts.averages})"
