@@ -186,6 +186,8 @@ class ProofFacts:
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()
     """Options of the optimizer, and of the run, that ranks should have alike and have not, with who has what."""
+    state_apart: tuple[str, ...] = ()
+    """What an optimizer has of parameters from earlier steps that ranks should have alike and have not."""
     same_draws: tuple[tuple[int, int, int], ...] = ()
     """Ranks that have computed two micro-batches from the same state of the generator, with both: ``(rank, 0, 1)``."""
     same_samples: bool = False

@@ -144,4 +144,6 @@ def _as_it_was(key: str, value: Tensor, dtype: torch.dtype) -> Any:
     """One entry of an optimizer's state: torch keeps the number of steps in float32, and numbers as they are."""
     if value.dim():
         return value.to(as_wide(dtype, value), copy=True)
-    return value.float() if key == "step" else value.item() if not value.is_floating_point() else value.to(dtype)
+    if key != "step" and not value.is_floating_point():
+        return value.item()
+    return value.to(torch.float32 if key == "step" else dtype, copy=True)  # which the step changes in its place

@@ -309,3 +309,20 @@ def test_a_replay_holds_a_layer_at_a_time_and_finds_the_same() -> None:
     assert (str(wide.failed), wide.fine, narrow.fine) == ("()", True, True)
     assert narrow.held < 3 * layer < 20 * layer < wide.held
     assert any("elements were compared" in limit for limit in narrow.facts.limits)
+
+
+def test_a_step_is_taken_again_from_the_state_as_it_was_recorded() -> None:
+    """Torch counts steps in place: the second replay of a step may not begin where the first has ended."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with (recorder := Recorder(root=model)).on():
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    record = recorder.record()
+    proof = prove_record(model, (record,))
+    assert proof.fine, str(proof)
+    assert float(record.tensors["number.step/weight"]) == 1.0
+    assert all(one.noise < 1e-5 * one.expected**0.5 for one in proof.facts.steps)

@@ -1186,6 +1186,32 @@ def fsdp2_with_zeros_on_rank_1(rank: int, world: int) -> Window:
     return trained(model, 2, then=then)
 
 
+def _with_momentum_on_rank_1(model: nn.Module, rank: int) -> Window:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters() if rank == 1 else ():
+        optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+    return trained(model, 2, optimizer=optimizer)
+
+
+def momentum_of_its_own_on_rank_1(rank: int, world: int) -> Window:
+    return _with_momentum_on_rank_1(DDP(net()), rank)
+
+
+def fsdp2_with_momentum_on_rank_1_alone(rank: int, world: int) -> Window:
+    return _with_momentum_on_rank_1(fully_shard(net()), rank)
+
+
+def second_momentum_of_its_own_on_rank_1(rank: int, world: int) -> Window:
+    """As of an optimizer's file that one rank has read."""
+    model = DDP(net())
+    optimizer = adam(model)
+    loop(model, optimizer)
+    optimizer.zero_grad()
+    for state in optimizer.state.values() if rank == 1 else ():
+        state["exp_avg_sq"].mul_(3.0)
+    return trained(model, 2, optimizer=optimizer)
+
+
 def each_part_clipped_by_itself(rank: int, world: int) -> Window:
     model = net()
     fully_shard(model)
@@ -1256,6 +1282,9 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (stepped_by_another_optimizer_too, "prove.stepped-twice"),
     (only_the_head_is_cleared, "prove.left-over", "still had the gradient of this step"),
     (dropout_of_its_own_on_rank_1, "prove.options", "on rank 1"),
+    (momentum_of_its_own_on_rank_1, "prove.options", "momentum_buffer of 16 parameters"),
+    (fsdp2_with_momentum_on_rank_1_alone, "prove.options", "is on rank 1 alone"),
+    (second_momentum_of_its_own_on_rank_1, "prove.options", "different states: exp_avg_sq of 16 parameters"),
     (losses_of_rank_1_count_nothing, "prove.unlike-losses", "The losses of rank 1 are multiplied by 0"),
     (fsdp1_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank by a number of its own"),
     (fsdp1_of_original_parameters_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank"),

@@ -104,7 +104,8 @@ def _tokens(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
-    if not (facts.first_apart or steps_apart(facts) or causes(facts) or facts.options_apart or list(_uneven(facts))):
+    told = facts.first_apart or causes(facts) or facts.options_apart or facts.state_apart
+    if not (told or steps_apart(facts) or list(_uneven(facts))):
         yield from _ranks_apart(
             facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
         )
@@ -127,6 +128,9 @@ def _uneven(facts: ProofFacts) -> Iterator[Hit]:
 def _options(facts: ProofFacts) -> Iterator[Hit]:
     if facts.options_apart:
         yield Hit("optimizer", f"Ranks run with different options: {'; '.join(facts.options_apart[:3])}.")
+    if facts.state_apart and not steps_apart(facts):
+        what = f"Ranks step with different states: {'; '.join(facts.state_apart[:3])}"
+        yield Hit("optimizer", f"{what}.", "Load or write the optimizer's state on all ranks alike, or on none.")
 
 
 def _samples(facts: ProofFacts) -> Iterator[Hit]:
@@ -175,7 +179,7 @@ def _step_allowed(one: StepProof) -> float:
 
 def _step_size(facts: ProofFacts) -> Iterator[Hit]:
     found: dict[str, list[str]] = {}
-    for one in facts.steps if not facts.options_apart else ():
+    for one in facts.steps if not (facts.options_apart or facts.state_apart) else ():
         off = sqrt(max(one.moved - 2 * one.along + one.expected, 0.0))
         if one.held and one.moved and off > _step_allowed(one):
             ratio = one.along / one.expected if one.expected else float("inf")
@@ -435,7 +439,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "prove.options",
-        "Ranks step with the same options, in the same precision and modes.",
+        "Ranks step with the same options and state, in the same precision and modes.",
         "Make the optimizer, its scheduler, autocast and train() alike on every rank; set no learning rate by rank.",
         _options,
     ),
