@@ -178,6 +178,8 @@ class ProofFacts:
     """Parameters that the loss uses itself, beside the model's outputs."""
     unreached: tuple[str, ...] = ()
     """Parameters with a gradient with which a copy of the model does not compute."""
+    cut_off: tuple[str, ...] = ()
+    """Parameters that the forward computes with, and to which no gradient comes, in the run as in its replay."""
     beside: tuple[str, ...] = ()
     """Lines that went backward over weights of the model, and over no output of it: ``train.py:31``."""
     wrapper: str = ""

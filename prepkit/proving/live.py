@@ -23,6 +23,7 @@ from prepkit.config.precision import PRECISIONS
 from prepkit.facts.loop import LoopState
 from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
+from prepkit.objects import names
 from prepkit.proving.hooks import heard
 from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
@@ -97,15 +98,15 @@ def _sent_at_once(mine: Record, told: Iterable[Sent]) -> Iterator[Elsewhere]:
         yield Elsewhere(rank, kinds, here if world().is_first else {})
 
 
-def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ()) -> Proof:
+def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = (), late: tuple[int, ...] = ()) -> Proof:
     """The proof of the window of which each rank gives its record. Collective; the same on every rank.
 
-    ``hooked``: as in ``replay.Replay``.
+    ``hooked`` and ``late``: as in ``replay.Replay``.
     """
     ranks = world()
     kinds = {key: (tuple(one.shape), one.dtype) for key, one in mine.tensors.items()}
     if not ranks.carries_data:
-        return prove_record(root, (mine,), hooked=hooked)
+        return prove_record(root, (mine,), hooked=hooked, late=late)
     told: list[Sent] = ranks.gather((mine.head, kinds, _early(mine.tensors, AT_ONCE // ranks.size)))
     elsewhere = list(_sent_at_once(mine, told))
     if not ranks.is_first:
@@ -120,11 +121,16 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ())
     try:
         others = (Record(head, tensors) for (head, _, _), tensors in zip(told[1:], elsewhere, strict=True))
         records = (mine, *others)
-        proof = prove_record(root, records, hooked=hooked)
+        proof = prove_record(root, records, hooked=hooked, late=late)
     except BaseException as error:  # the others wait to be told
         ranks.from_first(f"{type(error).__name__}: {error}")
         raise
     return ranks.from_first(proof)
+
+
+def _hooks_of(root: nn.Module) -> tuple[int, ...]:
+    """Numbers of the hooks behind the forward of a root and of what it wraps."""
+    return tuple(number for one in names.unwrap_root(root) for number in one._forward_hooks)
 
 
 @define(eq=False)
@@ -136,8 +142,13 @@ class Proving:
     """Windows that are still to be proven."""
     recorder: Recorder = field(init=False)
     _stack: ExitStack = field(factory=ExitStack, init=False)
+    _known: tuple[int, ...] = field(init=False)
+    """Hooks of the root's forward that were there when the model was prepared."""
     _over: bool = field(default=False, init=False)
     """Whether a window of a loop of the program's own was proven, inside of its step, where no hook can go."""
+
+    def __attrs_post_init__(self) -> None:
+        self._known = _hooks_of(self.ready.model)
 
     def begin(self) -> None:
         """Puts hooks on for one window."""
@@ -209,7 +220,8 @@ class Proving:
         every = ranks.gather(said)
         if record is not None and not any(every):
             hooked = dict.fromkeys(name for name, _ in self.ready.plan.facts.model.param_hooks)
-            return proven_together(self.ready.model, record, tuple(hooked))
+            late = tuple(number for number in _hooks_of(self.ready.model) if number not in self._known)
+            return proven_together(self.ready.model, record, tuple(hooked), late)
         which = spans(tuple(rank for rank, one in enumerate(every) if one))
         why = f"rank {which}: {next(filter(None, every))}"
         return found_in(ProofFacts(world=ranks.size, shares=(), unproven=why))

@@ -72,12 +72,16 @@ class Replay:
     fetched when it is needed, lies in a file, or is compared in some elements."""
     hooked: tuple[str, ...] = ()
     """Parameters that came with hooks of the program's own on their gradients, as a plan knows them."""
+    late: tuple[int, ...] = ()
+    """Hooks behind the root's forward, by their numbers, that are none of the model's own: they came later."""
     held: int = 0
     """The most of the former that was held."""
     outputs: list[Outputs] = field(factory=list)
     """Those of each replay."""
     reached: set[str] = field(factory=set)
     """Parameters to which a gradient has come."""
+    used: set[str] = field(factory=set)
+    """Parameters that the forward computes with."""
     reached_by: list[frozenset[str]] = field(factory=list)
     """The same of each share, in their order."""
     draw: set[int] = field(factory=set)
@@ -119,6 +123,8 @@ class Replay:
                 param.data = _cast(param.data, dtype)
         for buffer in plain.buffers():
             buffer.data = _cast(buffer.data, dtype)
+        for number in self.late:
+            plain._forward_hooks.pop(number, None)
         bare.evaluate(plain, head.evaluating)
         there = {name: param for name, param in params.items() if name in stubs}
         return plain, Streamed(there, lambda name: self.weight(name).to(kinds[name]), self.limit)
@@ -174,6 +180,9 @@ def replayed(window: Replay) -> ProofFacts:
         buffers_apart=buffers,
         **{name: getattr(disturbed, name) for name in DISTURBED},
         unreached=tuple(name for name in sorted(held - window.reached) if _had_gradient(records, name)),
+        cut_off=tuple(
+            name for name in judged if name in window.used - window.reached and not _had_gradient(records, name)
+        ),
         over=tuple(name for name in judged if _is_over(window, name)),
         value=first.value,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
@@ -286,6 +295,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
             zero = [(name, one) for name, one in streamed.params.items() if name in trained and name not in share]
             window.held = max(window.held, streamed.most)
             window.reached |= share.keys()
+            window.used |= streamed.used
             window.reached_by.append(frozenset(share))
             found.append(share | {name: window.sampled(torch.zeros(one.shape, dtype=one.dtype)) for name, one in zero})
     return tuple(found)

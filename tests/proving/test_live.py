@@ -326,3 +326,34 @@ def test_a_step_is_taken_again_from_the_state_as_it_was_recorded() -> None:
     assert proof.fine, str(proof)
     assert float(record.tensors["number.step/weight"]) == 1.0
     assert all(one.noise < 1e-5 * one.expected**0.5 for one in proof.facts.steps)
+
+
+def hooked_behind_apply(rank: int, world: int, engine: Any) -> list[tuple[str, str]]:
+    """What is told of a hook that is put on what the loop calls."""
+    model = net()
+    ready = pk.apply(pk.build_plan(c.Config(engine=engine, optimizer=c.SGD(lr=0.1)), model), prove=1)
+    ready.model.register_forward_hook(lambda _, __, output: output * 1.5)
+    for batch in micros(1):
+        ready.backward(loss_of(ready.model, batch))
+        ready.step()
+    found = told_of(ready)
+    ready.close()
+    return [(one.rule, one.what) for one in found]
+
+
+@pytest.mark.filterwarnings("ignore:warning prove.outputs")
+def test_a_hook_on_what_the_loop_calls_is_told_alike_with_every_engine(gang2: Any) -> None:
+    first, second = (gang2.run(hooked_behind_apply, engine)[0] for engine in (c.DDP(), c.FSDP2()))
+    assert first == second
+    assert [rule for rule, _ in first] == ["prove.outputs"]
+    assert "output 0 of call 0 on rank 0 is 1.500 x what the model returns" in first[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:warning run.without-gradient")
+def test_what_the_forward_computes_with_and_no_gradient_comes_to_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[0].register_forward_hook(lambda _, __, output: output.detach())
+    (limit,) = [one for one in proven_alone(model) if "no gradient comes to" in one.what]
+    assert limit.what.startswith("The forward computes with `0.weight`, `0.bias`, and no gradient comes to them")
+    assert "1.weight" not in limit.what

@@ -40,6 +40,7 @@ _UNSTEPPED = (
     "steps of the others."
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
+_CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
 IN_16_BIT = ("bfloat16", "float16")
 
 # --- before and after -------------------------------------------------------------------------------------------------
@@ -210,6 +211,7 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     if unreached := [name for name in facts.unreached if name not in told and not facts.unrepeated]:
         had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
         yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
+    yield from _cut_off(facts)
     if (losses := made_otherwise(facts)) is not None:
         said = f"Rank {losses[0].rank} makes its loss by other operators than rank {losses[1].rank}"
         each = [
@@ -246,6 +248,13 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
             "proof",
             f"Rounding in {facts.dtype} alone changes the gradients by more than a tenth: small errors cannot be seen.",
         )
+
+
+def _cut_off(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.cut_off:
+        them = "it" if len(facts.cut_off) == 1 else "them"
+        said = f"The forward computes with {some(facts.cut_off)}, and no gradient comes to {them}, also in the replay"
+        yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
