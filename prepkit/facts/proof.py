@@ -182,6 +182,8 @@ class ProofFacts:
     """Parameters that the loss uses itself, beside the model's outputs."""
     unreached: tuple[str, ...] = ()
     """Parameters with a gradient with which a copy of the model does not compute."""
+    cut_off: tuple[str, ...] = ()
+    """Parameters that the forward computes with, and to which no gradient comes, in the run as in its replay."""
     beside: tuple[str, ...] = ()
     """Lines that went backward over weights of the model, and over no output of it: ``train.py:31``."""
     wrapper: str = ""
@@ -192,6 +194,8 @@ class ProofFacts:
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()
     """Options of the optimizer, and of the run, that ranks should have alike and have not, with who has what."""
+    state_apart: tuple[str, ...] = ()
+    """What an optimizer has of parameters from earlier steps that ranks should have alike and have not."""
     same_draws: tuple[tuple[int, int, int], ...] = ()
     """Ranks that have computed two micro-batches from the same state of the generator, with both: ``(rank, 0, 1)``."""
     same_samples: bool = False

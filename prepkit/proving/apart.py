@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from prepkit.facts.proof import LossShare
+from prepkit.findings.text import count, some, spans
 from prepkit.proving.hooks import alike
-from prepkit.proving.parts_of import CannotReplay, Replica, replicas
+from prepkit.proving.parts_of import CannotReplay, Replica, numbers, replicas
 from prepkit.proving.record_file import Record
 
+STATE = 1e-3
+"""Of an optimizer's state, so much is rounding where ranks add up in another order."""
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers that a batch norm changes in each forward."""
 
@@ -28,7 +31,7 @@ def weights_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int,
         if not before:
             raise CannotReplay(f"the ranks have not recorded all parts of {name}")
         after = replicas(records, "after", name)
-        moved = float((after[0].values.double() - before[0].values.double()).norm()) if after else 0.0
+        moved = float((numbers(after[0].values).double() - numbers(before[0].values).double()).norm()) if after else 0.0
         yield name, _others(before, 0.0), _others(after, 1e-3 * moved)
 
 
@@ -69,14 +72,13 @@ def undone_later(records: tuple[Record, ...], later: tuple[str, ...]) -> Iterato
 
 def _later_apart(records: tuple[Record, ...], name: str) -> bool:
     found = replicas(records, "later", name)
-    return not found or bool(_others(found, 1e-6 * float(found[0].values.double().norm())))
+    return not found or bool(_others(found, 1e-6 * float(numbers(found[0].values).double().norm())))
 
 
 def _others(found: tuple[Replica, ...], allowed: float) -> tuple[int, ...]:
     """Holders of replicas that are further from the first one."""
-    return tuple(
-        one.holder for one in found[1:] if float((one.values.double() - found[0].values.double()).norm()) > allowed
-    )
+    held = [(one.holder, numbers(one.values).double()) for one in found]
+    return tuple(holder for holder, values in held[1:] if float((values - held[0][1]).norm()) > allowed)
 
 
 def buffers_apart(records: tuple[Record, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -125,6 +127,35 @@ def options_apart(records: tuple[Record, ...]) -> tuple[str, ...]:
                 if other.get(key) != value
             ]
     return tuple(said)
+
+
+def state_apart(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield what an optimizer has of parameters on one rank alone, or on ranks that hold the same of them otherwise."""
+    keys = (key for record in records for key in record.tensors if key.startswith(("state.", "number.")))
+    for kind in sorted({key.partition("/")[0] for key in keys}):
+        found: dict[str, list[str]] = {}
+        for one in records[0].head.params:
+            if why := _kind_apart(records, kind, one.name):
+                found.setdefault(why, []).append(one.name)
+        for why, names in found.items():
+            yield f"{kind.partition('.')[2]} of {count(len(names), 'parameter')} ({some(names)}) {why}"
+
+
+def _kind_apart(records: tuple[Record, ...], kind: str, name: str) -> str:
+    """Which ranks have other state of one parameter than others that step it; empty: none."""
+    held = [(one, part) for one in records for part in one.head.params if part.name == name and part.here]
+    held = [(one, part) for one, part in held if part.group is not None]
+    have = tuple(one.head.rank for one, _ in held if f"{kind}/{name}" in one.tensors)
+    if len(have) < len(held):
+        return f"is on rank {spans(have)} alone" if have else ""
+    first: dict[object, Tensor] = {}
+    others: list[int] = []
+    for one, part in held:
+        mine = numbers(one.tensors[f"{kind}/{name}"]).double()
+        other = first.setdefault((part.start, part.dims, part.here), mine)
+        if float((mine - other).norm()) > STATE * float(other.norm()):
+            others.append(one.head.rank)
+    return f"is other on rank {spans(tuple(others))} than on rank {held[0][0].head.rank}" if others else ""
 
 
 def same_samples(records: tuple[Record, ...]) -> bool:

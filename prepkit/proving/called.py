@@ -20,7 +20,8 @@ from prepkit.objects.local_part import local
 from prepkit.proving import tree
 from prepkit.proving.hooks import ends_of, evaluating, line_of, parameters
 from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
-from prepkit.proving.outputs import RETURNED, returned
+from prepkit.proving.outputs import RETURNED, is_compared, returned
+from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
 from prepkit.proving.trace import sketch
 
@@ -59,7 +60,7 @@ class Called:
 
         def keep(tensor: Tensor) -> str:
             key = f"{len(tensors)}"
-            tensors[key] = local(tensor).detach().cpu().clone()
+            tensors[key] = local(tensor).detach().cpu().clone().resolve_conj()
             return key
 
         try:
@@ -76,8 +77,8 @@ class Called:
         found = list(tree.tensors_of(output))
         self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
         for place, tensor in enumerate(found):
-            if place < RETURNED and tensor.is_floating_point() and tensor.layout is torch.strided:
-                self.seen[place] = sketch(local(tensor).detach().reshape(-1))
+            if place < RETURNED and is_compared(tensor):
+                self.seen[place] = sketch(numbers(local(tensor)))
                 self.returned.append(returned(place, tensor))
             if not tensor.requires_grad or any(tensor is earlier for earlier in found[:place]):
                 continue

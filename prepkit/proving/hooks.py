@@ -17,6 +17,7 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part, parts
 from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
+from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro
 from prepkit.rules.run.proof_causes import near
 
@@ -69,9 +70,9 @@ def sizes(root: nn.Module | None) -> dict[str, Size]:
     """Of every parameter."""
     found: dict[str, Size] = {}
     for name, part in (parts(root, masters=True) if root is not None else {}).items():
-        row = part.values.detach().reshape(-1)
+        row = numbers(part.values)
         norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
-        found[name] = (row.numel(), float(row.sum(dtype=torch.float64)), norm)
+        found[name] = (part.values.numel(), float(row.sum(dtype=torch.float64)), norm)
     return found
 
 
@@ -82,6 +83,11 @@ def same_size(one: Size, other: Size, by: float = 1e-9) -> bool:
     leaves weights whole between two micro-batches.
     """
     return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= by * one[2]
+
+
+def others(before: Mapping[str, Size], now: Mapping[str, Size]) -> tuple[str, ...]:
+    """Parameters whose values are certainly others by now."""
+    return tuple(name for name, one in before.items() if name in now and not same_size(one, now[name]))
 
 
 def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
@@ -210,21 +216,25 @@ class Around:
     """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
     _began: dict[str, Size] = field(factory=dict, init=False)
+    _entered: dict[str, Size] = field(factory=dict, init=False)
+    """At the begin of the forward that runs, or ran last."""
     _earlier: dict[str, Size] = field(factory=dict, init=False)
     """At the first forward of what was cleared."""
 
     def forward(self, root: nn.Module, *, first: bool) -> None:
         """Before a forward of the window."""
+        self._entered = sizes(root)
         if first:
-            self._began = sizes(root)
-        elif self.changed(root):
+            self._began = dict(self._entered)
+        elif others(self._began, self._entered):
             self.swung = True
 
     def went(self, root: nn.Module | None) -> None:
-        """Behind a forward."""
-        changed = self.changed(root) if self._began else ()
+        """Behind a forward: what is other than when it began, it has changed itself."""
+        now = sizes(root) if self._began else {}
+        changed = others(self._entered, now)
         self.own |= dict.fromkeys(changed)
-        self._began |= {name: one for name, one in sizes(root).items() if name in changed}
+        self._began |= {name: now[name] for name in changed}
 
     def backward(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called], *, first: bool) -> None:
         """Before a backward; ``calls``: those of the model, at whose outputs it ends."""
@@ -264,8 +274,7 @@ class Around:
 
     def changed(self, root: nn.Module | None) -> tuple[str, ...]:
         """Parameters that are not as they were at the first forward."""
-        now = sizes(root)
-        return tuple(name for name, one in self._began.items() if name in now and not same_size(one, now[name]))
+        return others(self._began, sizes(root))
 
     def steps(self, root: nn.Module) -> None:
         """Before the first step: whether weights are others than in the first forward, or others were put back."""
@@ -300,7 +309,7 @@ class Around:
         for name in names:
             made, kept = self.made.get(name), tensors.get(f"grad/{name}")
             if made is not None and kept is not None and made.numel() == kept.numel():
-                one, other = made.double(), kept.double()
+                one, other = numbers(made).double(), numbers(kept).double()
                 by = float(one @ other) / (float(one @ one) or 1.0)
                 if float((other - by * one).norm()) > 8 * torch.finfo(kept.dtype).eps * float(other.norm()):
                     yield name, made
@@ -335,7 +344,7 @@ class Around:
         def hook(grad: Tensor | None) -> None:
             if grad is None or not self.going:  # DDP gives none to outputs that no loss has used
                 return
-            kept = local(grad).detach().cpu().clone()
+            kept = local(grad).detach().cpu().clone().resolve_conj()
             self.fed = True
             arrived[place] = arrived[place] + kept if place in arrived else kept
 
@@ -407,6 +416,41 @@ class Around:
             doubled=tuple(self.doubled),
             averages=self.averages,
         )
+
+
+def heard(hook: Callable[..., Any], fails: Callable[[Exception], None]) -> Callable[..., Any]:
+    """The hook; what it raises is told to ``fails``, and is not raised into the run."""
+
+    def listens(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return hook(*args, **kwargs)
+        except Exception as error:  # whatever a program trains
+            fails(error)
+            return None
+
+    return listens
+
+
+def in_place_of(instead: Callable[..., Any], fails: Callable[[Exception], None]) -> Callable[..., Any]:
+    """The same of what is called with a function in its place: that is called once, and what it raises is raised."""
+
+    def calls(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began, came = list[bool](), list[Any]()
+
+        def once(*its: Any, **own: Any) -> Any:
+            began.append(True)
+            came.append(plain(*its, **own))
+            return came[-1]
+
+        try:
+            return instead(once, *args, **kwargs)
+        except Exception as error:
+            if len(began) > len(came):
+                raise
+            fails(error)
+            return came[-1] if came else plain(*args, **kwargs)
+
+    return calls
 
 
 def asked_for(root: nn.Module | None, inputs: Any) -> tuple[int, ...]:

@@ -6,10 +6,12 @@ left; the other ranks answer until it is done.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import accumulate, islice
 from math import prod
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -21,6 +23,8 @@ from prepkit.config.precision import PRECISIONS
 from prepkit.facts.loop import LoopState
 from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
+from prepkit.objects import names
+from prepkit.proving.hooks import heard
 from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
 from prepkit.proving.recorder import Recorder
@@ -94,15 +98,15 @@ def _sent_at_once(mine: Record, told: Iterable[Sent]) -> Iterator[Elsewhere]:
         yield Elsewhere(rank, kinds, here if world().is_first else {})
 
 
-def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ()) -> Proof:
+def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = (), late: tuple[int, ...] = ()) -> Proof:
     """The proof of the window of which each rank gives its record. Collective; the same on every rank.
 
-    ``hooked``: as in ``replay.Replay``.
+    ``hooked`` and ``late``: as in ``replay.Replay``.
     """
     ranks = world()
     kinds = {key: (tuple(one.shape), one.dtype) for key, one in mine.tensors.items()}
     if not ranks.carries_data:
-        return prove_record(root, (mine,), hooked=hooked)
+        return prove_record(root, (mine,), hooked=hooked, late=late)
     told: list[Sent] = ranks.gather((mine.head, kinds, _early(mine.tensors, AT_ONCE // ranks.size)))
     elsewhere = list(_sent_at_once(mine, told))
     if not ranks.is_first:
@@ -117,11 +121,16 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = ())
     try:
         others = (Record(head, tensors) for (head, _, _), tensors in zip(told[1:], elsewhere, strict=True))
         records = (mine, *others)
-        proof = prove_record(root, records, hooked=hooked)
+        proof = prove_record(root, records, hooked=hooked, late=late)
     except BaseException as error:  # the others wait to be told
         ranks.from_first(f"{type(error).__name__}: {error}")
         raise
     return ranks.from_first(proof)
+
+
+def _hooks_of(root: nn.Module) -> tuple[int, ...]:
+    """Numbers of the hooks behind the forward of a root and of what it wraps."""
+    return tuple(number for one in names.unwrap_root(root) for number in one._forward_hooks)
 
 
 @define(eq=False)
@@ -133,6 +142,13 @@ class Proving:
     """Windows that are still to be proven."""
     recorder: Recorder = field(init=False)
     _stack: ExitStack = field(factory=ExitStack, init=False)
+    _known: tuple[int, ...] = field(init=False)
+    """Hooks of the root's forward that were there when the model was prepared."""
+    _over: bool = field(default=False, init=False)
+    """Whether a window of a loop of the program's own was proven, inside of its step, where no hook can go."""
+
+    def __attrs_post_init__(self) -> None:
+        self._known = _hooks_of(self.ready.model)
 
     def begin(self) -> None:
         """Puts hooks on for one window."""
@@ -145,7 +161,9 @@ class Proving:
             value=clip.max_value if isinstance(clip, ClipValue) else None,
             computes_in=lowest if plan.config.compile is not None and lowest in HALF else None,
             raises=False,
+            when_done=self.by_hand,
         )
+        self._over = False
         self._stack.enter_context(self.recorder.on())
         self.ready.loop.proven = self.window
 
@@ -159,35 +177,63 @@ class Proving:
         full = self.ready.plan.owners.accumulation_steps
         if ended.micro_batches + 1 == full or ended.cut_short or ended.at_last_batch:
             self.recorder.divides = full
-        ready = self.ready
-        ready.loop.proven = None
-        if ready.skipped:  # nothing was stepped
+        self.ready.loop.proven = None
+        if self.ready.skipped:  # nothing was stepped
             self.begin()
             return
         proof = self._proof()
-        asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
-        ready._attest(asked)
         self.left -= 1
         if self.left:
             self.begin()
-        ready._court.hear(proof.findings)
+        self._tells(proof)
+
+    def by_hand(self) -> None:
+        """Everything that trains was stepped. Collective where that was by a loop of the program's own."""
+        loop = self.ready.loop
+        if loop.acting or loop.state.used or self._over:
+            return
+        loop.proven, self._over = None, True
+        proof = self._proof()
+        self.left -= 1
+        goes_on = self.ready.model.register_forward_pre_hook(self._goes_on, prepend=True, with_kwargs=True)
+        self._stack.callback(goes_on.remove)
+        self._tells(proof)
+
+    def _goes_on(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """The next window of such a loop begins with this call, of which the new hooks hear the end alone."""
+        self._stack.close()
+        if self.left:
+            self.begin()
+            self.recorder.enters(model, args, kwargs)
+
+    def _tells(self, proof: Proof) -> None:
+        """Puts a proof into the attestation, and reports it. Raises ``RunRefused`` for what is wrong."""
+        self.ready._attest(answers(due(Moment.PROVE), Moment.PROVE, proof.facts))
+        self.ready._court.hear(proof.findings)
 
     def _proof(self) -> Proof:
         ranks, recorder = world(), self.recorder
         norm = self.ready.grad_norm
         recorder.clipped_at(norm)
-        said = recorder.too_large or ("" if recorder.stepped else "no optimizer has stepped what the model trains")
+        record = heard(recorder.record, recorder.fails)() if recorder.stepped else None
+        said = recorder.given_up or ("" if record else "no optimizer has stepped what the model trains")
         every = ranks.gather(said)
-        if not any(every):
+        if record is not None and not any(every):
             hooked = dict.fromkeys(name for name, _ in self.ready.plan.facts.model.param_hooks)
-            return proven_together(self.ready.model, recorder.record(), tuple(hooked))
+            late = tuple(number for number in _hooks_of(self.ready.model) if number not in self._known)
+            return proven_together(self.ready.model, record, tuple(hooked), late)
         which = spans(tuple(rank for rank, one in enumerate(every) if one))
         why = f"rank {which}: {next(filter(None, every))}"
         return found_in(ProofFacts(world=ranks.size, shares=(), unproven=why))
 
     def end(self) -> None:
-        """Takes hooks off, if a window was never complete."""
+        """Takes hooks off, and says so if a window was never complete, unless the run fails."""
         self._stack.close()
+        if self.left and not self._over and sys.exc_info()[1] is None:
+            self.left, recorder = 0, self.recorder
+            rest = f"all that `{type(recorder.root).__name__}` trains" if recorder.stepped else "what the model trains"
+            why = recorder.given_up or f"the run was closed before an optimizer of it had stepped {rest}"
+            self._tells(found_in(ProofFacts(world=world().size, shares=(), unproven=why)))
 
 
 def prove_windows(ready: Prepared, number: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prepkit.objects.local_part import local
 from prepkit.proving.loss_graph import dtype_inside
+from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Record, RecordedCall, Returned
 from prepkit.proving.trace import ELEMENTS, sketch
 from prepkit.rules.run.proof_causes import MARGIN, near
@@ -23,6 +24,11 @@ REORDERED = "has the values that the model returns in another order"
 AGAIN = "what the same inputs, weights, buffers and torch's generator give again"
 
 
+def is_compared(tensor: Tensor) -> bool:
+    """Return whether its numbers are kept and compared."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.layout is torch.strided
+
+
 def returned(place: int, tensor: Tensor) -> Returned:
     """What a record says of an output, beside its sketch."""
     kinds = {"dtype": _word(tensor.dtype), "inside": _word(dtype_inside(tensor))}
@@ -30,7 +36,7 @@ def returned(place: int, tensor: Tensor) -> Returned:
 
 
 def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return str(dtype.to_real()).removeprefix("torch.")
 
 
 @frozen(eq=False)
@@ -54,9 +60,8 @@ class Outputs:
     def take(self, rank: int, number: int, outputs: list[Tensor]) -> None:
         """The outputs of one call."""
         for place, one in enumerate(outputs[:RETURNED]):
-            if one.is_floating_point() and one.layout is torch.strided:
-                row = one.detach()
-                self.seen[rank, number, place] = Replayed(sketch(row.reshape(-1)), tuple(row.shape), _word(row.dtype))
+            if is_compared(one):
+                self.seen[rank, number, place] = Replayed(sketch(numbers(one)), tuple(one.shape), _word(one.dtype))
 
 
 @frozen(kw_only=True)
@@ -217,5 +222,5 @@ def _reaches(end: Tensor, other: Tensor) -> bool:
     """Return whether an output was computed from another."""
     if end.is_leaf:
         return False
-    (found,) = torch.autograd.grad(end.sum(), other, retain_graph=True, allow_unused=True)
+    (found,) = torch.autograd.grad(end, other, torch.ones_like(end), retain_graph=True, allow_unused=True)
     return found is not None

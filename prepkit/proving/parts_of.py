@@ -26,6 +26,20 @@ class Replica:
     """Of the first replica the rank that holds each element; None: of any other, or where one rank holds all."""
 
 
+def numbers(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor as a row that torch can add up: of complex ones both parts, float8 and integers wider."""
+    row = tensor.detach()
+    row = row.dequantize() if row.is_quantized else row
+    row = torch.view_as_real(row.resolve_conj()) if row.is_complex() else row.to_dense()
+    adds = row.is_floating_point() and row.itemsize > 1
+    return (row if adds else row.double()).reshape(-1)
+
+
+def as_wide(dtype: torch.dtype, like: Tensor) -> torch.dtype:
+    """The dtype, or for complex numbers the complex one of its width."""
+    return dtype.to_complex() if like.is_complex() else dtype
+
+
 def replicas(records: tuple[Record, ...], kind: str, name: str, instead: str = "") -> tuple[Replica, ...]:
     """Each whole tensor that the parts of the ranks make, in the order of its holders; nothing where a part lacks.
 

@@ -88,11 +88,15 @@ def prove_records(model: nn.Module, folder: Path, hooked: tuple[str, ...] = ()) 
 
 
 def prove_record(
-    model: nn.Module, records: tuple[Record, ...], limit: int = MEMORY, hooked: tuple[str, ...] = ()
+    model: nn.Module,
+    records: tuple[Record, ...],
+    limit: int = MEMORY,
+    hooked: tuple[str, ...] = (),
+    late: tuple[int, ...] = (),
 ) -> Proof:
     """The same of records of all ranks, whose tensors may lie anywhere; the rest as in ``replay.Replay``."""
     begun = time.perf_counter()
-    window = Replay(model=model, records=records, limit=limit, hooked=hooked)
+    window = Replay(model=model, records=records, limit=limit, hooked=hooked, late=late)
     try:
         facts = replayed(window)
     except CannotReplay as why:

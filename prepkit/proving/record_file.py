@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import frozen
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from prepkit.rules import found
 FORMAT = 3
 """Raised when a record can no longer be read as before."""
 FLOATING: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+COMPLEX = "complex:"
+"""How keys begin under which pairs of numbers lie: safetensors knows not every complex dtype."""
+PAIRS = (torch.float16, torch.float32, torch.float64)
 KEY = "prepkit.record"
 """Of the header among the file's metadata."""
 
@@ -226,10 +230,17 @@ def write(record: Record, folder: Path) -> None:
     """Writes one file."""
     from safetensors.torch import save_file
 
-    plain = {key: tensor.detach().contiguous() for key, tensor in record.tensors.items()}
+    plain = dict(_plain(key, tensor.detach()) for key, tensor in record.tensors.items())
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(codec.to_data(record.head), sort_keys=True)
     save_file(plain, str(path_of(folder, record.head.rank)), metadata={KEY: text})
+
+
+def _plain(key: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """As safetensors takes it."""
+    if tensor.is_complex():
+        key, tensor = f"{COMPLEX}{key}", torch.view_as_real(tensor)
+    return key, tensor.contiguous()
 
 
 def read(folder: Path) -> tuple[Record, ...]:
@@ -249,9 +260,14 @@ def _read(path: Path) -> Record:
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(KEY)
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no mapping
+            held = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no mapping
     except (OSError, SafetensorError) as error:
         raise _refused(path, f"it cannot be read: {error}") from error
+    tensors = {key: one for key, one in held.items() if not key.startswith(COMPLEX)}
+    pairs = {key.removeprefix(COMPLEX): one for key, one in held.items() if key.startswith(COMPLEX)}
+    if odd := [key for key, one in pairs.items() if one.shape[-1:] != (2,) or one.dtype not in PAIRS]:
+        raise _refused(path, f"{odd[0]:.60} is said to be complex, and has no pairs of numbers")
+    tensors |= {key: torch.view_as_complex(one) for key, one in pairs.items()}
     if text is None:
         raise _refused(path, "it is a safetensors file, and no record")
     try:

@@ -31,7 +31,9 @@ from prepkit.proving.hooks import (
     asked_for,
     ends_of,
     evaluating,
+    heard,
     held_parts,
+    in_place_of,
     is_aside,
     keep_changed,
     line_of,
@@ -68,7 +70,7 @@ LARGEST = 4 << 30
 
 
 class TooLarge(ValueError):
-    """A record would take more memory than it may."""
+    """A record would take more memory than it may, or cannot be made; the text says which."""
 
 
 @define(kw_only=True)
@@ -86,8 +88,8 @@ class Recorder(Turns):
     """To which a plan clips each element."""
     largest: int = LARGEST
     raises: bool = True
-    """Whether a larger record ends the program; else nothing more is recorded, and ``too_large`` says so."""
-    too_large: str = field(default="", init=False)
+    """Whether what cannot be recorded ends the program; else nothing more is, and ``given_up`` says why."""
+    given_up: str = field(default="", init=False)
     traces: bool = False
     """Whether outputs of all modules and operators are noted too, for ``proving.bisect``."""
     _trains: set[str] = field(factory=set, init=False)
@@ -127,7 +129,7 @@ class Recorder(Turns):
             self._stack = stack
             stack.callback(self._hooked.close)
             if self.root is None:
-                stack.enter_context(called_first(self._root))
+                stack.enter_context(called_first(heard(self._root, self.fails)))
             else:
                 self._attach(self.root)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
@@ -141,9 +143,9 @@ class Recorder(Turns):
                 (TokenWindow, "weighed", self.around.weighed),
             )
             for home, name, instead in around:
-                stack.enter_context(around_calls(home, name, instead))
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+                stack.enter_context(around_calls(home, name, in_place_of(instead, self.fails)))
+            stack.callback(register_optimizer_step_pre_hook(heard(self._before_step, self.fails)).remove)
+            stack.callback(register_optimizer_step_post_hook(heard(self._after_step, self.fails)).remove)
             yield self
 
     def clipped_at(self, norm: Any) -> None:
@@ -269,11 +271,13 @@ class Recorder(Turns):
         if self.traces:
             self._hooked.enter_context(self._tracer.on(root))
             self._hooked.callback(self._operators.close)
-        on_calls(root, self._enters, self._leaves, self._hooked)
+        on_calls(root, heard(self.enters, self.fails), heard(self._leaves, self.fails), self._hooked)
         if isinstance(root, nn.parallel.DistributedDataParallel) and root._compiled_call_impl is None:
-            self._hooked.callback(root.module.register_forward_pre_hook(self._reads_buffers).remove)
+            reads = heard(self._reads_buffers, self.fails)
+            self._hooked.callback(root.module.register_forward_pre_hook(reads).remove)
 
-    def _enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A call of the root begins."""
         self._aside = is_aside(module)
         if self._aside:
             return
@@ -313,7 +317,7 @@ class Recorder(Turns):
         if self.done or self._aside or not torch.is_grad_enabled() or not self._calls:
             return
         self.around.went(self.root)
-        self._calls[-1].ended(output, self.around.adding)
+        self._calls[-1].ended(output, lambda *at: heard(self.around.adding(*at), self.fails))
         self._dtype = lowest_dtype(self._calls[-1].ends, self._dtype)
 
     def _backward(self, plain: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -409,7 +413,7 @@ class Recorder(Turns):
 
     def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records what is about to be stepped; what a closure makes first, after the closure."""
-        closed = with_closure(args, kwargs or {}, lambda: self._gradients(optimizer))
+        closed = with_closure(args, kwargs or {}, heard(lambda: self._gradients(optimizer), self.fails))
         if self.done and closed and optimizer in self._held.optimizers:
             self._steps_again()
         if not closed:
@@ -481,16 +485,22 @@ class Recorder(Turns):
             self.family[0]._ended()
 
     def _keep(self, key: str, tensor: Tensor) -> None:
-        if self.too_large:
+        if self.given_up:
             return
         values = tensor.detach() if key.startswith("buffer/") else tensor.detach().reshape(-1)
         self._tensors[key] = values.cpu().clone()
         if sum(one.nbytes for one in self._tensors.values()) > self.largest:
             self._give_up(f"weights and gradients take more than {self.largest:,} bytes on a rank")
 
+    def fails(self, error: Exception) -> None:
+        """A hook of this one has raised: the run goes on, and nothing more of it is recorded."""
+        if isinstance(error, TooLarge) or self.family[0].ending:
+            raise error
+        self._give_up(f"what the run does could not be recorded ({type(error).__name__}: {error!s:.200})")
+
     def _give_up(self, why: str) -> None:
         if self.raises:
             raise TooLarge(why)
-        self.too_large, self.done = why, True
+        self.given_up, self.done = why, True
         self._tensors.clear()
         self._calls.clear()

@@ -28,12 +28,13 @@ from prepkit.proving.apart import (
     read_again,
     same_draws,
     same_samples,
+    state_apart,
     undone_later,
     weight_of,
     weights_apart,
 )
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
-from prepkit.proving.parts_of import CannotReplay, replicas
+from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
 from prepkit.proving.record_file import Disturbed, Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
@@ -71,12 +72,16 @@ class Replay:
     fetched when it is needed, lies in a file, or is compared in some elements."""
     hooked: tuple[str, ...] = ()
     """Parameters that came with hooks of the program's own on their gradients, as a plan knows them."""
+    late: tuple[int, ...] = ()
+    """Hooks behind the root's forward, by their numbers, that are none of the model's own: they came later."""
     held: int = 0
     """The most of the former that was held."""
     outputs: list[Outputs] = field(factory=list)
     """Those of each replay."""
     reached: set[str] = field(factory=set)
     """Parameters to which a gradient has come."""
+    used: set[str] = field(factory=set)
+    """Parameters that the forward computes with."""
     reached_by: list[frozenset[str]] = field(factory=list)
     """The same of each share, in their order."""
     draw: set[int] = field(factory=set)
@@ -90,7 +95,7 @@ class Replay:
 
     def sampled(self, values: Tensor) -> Tensor:
         """As many elements of a tensor, the same ones of every tensor of its size, as a row in float64."""
-        row = values.detach().reshape(-1).cpu()
+        row = numbers(values).cpu()
         if row.numel() <= self.most:
             return row.double()
         return row[torch.randint(row.numel(), (self.most,), generator=torch.Generator().manual_seed(0))].double()
@@ -102,7 +107,8 @@ class Replay:
     def streamed(self, dtype: torch.dtype) -> tuple[nn.Module, Streamed]:
         """A plain model whose weights are fetched when they are needed."""
         head = self.records[0].head
-        stubs = {one.name: stub(one.shape, dtype) for one in head.params}
+        kinds = {one.name: as_wide(dtype, self.records[0].tensors[f"weight/{one.name}"]) for one in head.params}
+        stubs = {one.name: stub(one.shape, kinds[one.name]) for one in head.params}
         buffers = {
             key.removeprefix("buffer/"): self.records[0].tensors[key]
             for key in self.records[0].tensors
@@ -113,14 +119,20 @@ class Replay:
         params = names.named_parameters(plain)
         for name, param in params.items():
             param.requires_grad_(name in trained)
-            if name not in stubs and param.is_floating_point():
-                param.data = param.data.to(dtype)
+            if name not in stubs:
+                param.data = _cast(param.data, dtype)
         for buffer in plain.buffers():
-            if buffer.is_floating_point():
-                buffer.data = buffer.data.to(dtype)
+            buffer.data = _cast(buffer.data, dtype)
+        for number in self.late:
+            plain._forward_hooks.pop(number, None)
         bare.evaluate(plain, head.evaluating)
         there = {name: param for name, param in params.items() if name in stubs}
-        return plain, Streamed(there, lambda name: self.weight(name).to(dtype), self.limit)
+        return plain, Streamed(there, lambda name: self.weight(name).to(kinds[name]), self.limit)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the dtype of a replay; what counts or chooses stays as it is."""
+    return tensor.to(as_wide(dtype, tensor)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def replayed(window: Replay) -> ProofFacts:
@@ -168,6 +180,9 @@ def replayed(window: Replay) -> ProofFacts:
         buffers_apart=buffers,
         **{name: getattr(disturbed, name) for name in DISTURBED},
         unreached=tuple(name for name in sorted(held - window.reached) if _had_gradient(records, name)),
+        cut_off=tuple(
+            name for name in judged if name in window.used - window.reached and not _had_gradient(records, name)
+        ),
         over=tuple(name for name in judged if _is_over(window, name)),
         value=first.value,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
@@ -177,6 +192,7 @@ def replayed(window: Replay) -> ProofFacts:
         averaged_later=averaged_later(records, tuple(name for name, _ in after), later),
         scales_apart=any(one.head.scale != first.scale for one in records),
         options_apart=options_apart(records),
+        state_apart=tuple(state_apart(records)),
         same_draws=tuple(same_draws(one for one in records if one.head.rank in window.draw)),
         same_samples=same_samples(records),
         lines=first.lines,
@@ -277,11 +293,12 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
                         param.requires_grad_(name in trained and name not in call.frozen)
                     divisor = record.head.scale / number_of(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
-            zero = [name for name in streamed.params if name in trained and name not in share]
+            zero = [(name, one) for name, one in streamed.params.items() if name in trained and name not in share]
             window.held = max(window.held, streamed.most)
             window.reached |= share.keys()
+            window.used |= streamed.used
             window.reached_by.append(frozenset(share))
-            found.append(share | {name: window.sampled(torch.zeros(streamed.params[name].shape)) for name in zero})
+            found.append(share | {name: window.sampled(torch.zeros(one.shape, dtype=one.dtype)) for name, one in zero})
     return tuple(found)
 
 
@@ -323,12 +340,12 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
     begin = f"input/{number}/"
     tensors = {key.removeprefix(begin): record.tensors[key] for key in record.tensors if key.startswith(begin)}
     torch.set_rng_state(tensors["rng"])
-    dtype = next((one.dtype for one in streamed.params.values()), torch.float32)
-    cast = {key: one.to(dtype) if one.is_floating_point() else one for key, one in tensors.items()}
+    dtype = next((one.dtype.to_real() for one in streamed.params.values()), torch.float32)
+    cast = {key: _cast(one, dtype) for key, one in tensors.items()}
     args, kwargs = tree.read(call.inputs, cast)
 
     def arrived(name: str, grad: Tensor) -> None:
-        mine = window.sampled(grad.to_dense() if grad.is_sparse else grad)
+        mine = window.sampled(grad)
         share[name] = share[name] + mine if name in share else mine
 
     entered: Callable[..., Any] = model if call.entry == "forward" else getattr(model, call.entry)
@@ -350,7 +367,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
                 raise CannotReplay(f"{said}, and plainly the model returns {plain}: a part of the whole, or others")
             if outputs[place].requires_grad:  # and is no input, whose gradient is that of another call
                 ends.append(outputs[place])
-                grads.append((grad.to(torch.float64) / made.divisor).to(outputs[place].dtype))
+                grads.append((_cast(grad, torch.float64) / made.divisor).to(outputs[place].dtype))
         if ends:
             torch.autograd.backward(ends, grads if call.apart else from_outside(ends, grads))
     for name, param in streamed.params.items():  # what an operator of the model's own has given to the stub itself
@@ -364,25 +381,26 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
     shares = torch.stack([share[name] for share in reference])
     apart = torch.stack([share[name] for share in rounded]).mean(0) - shares.mean(0)
     found = replicas(window.records, "grad", name)
-    numel = prod(next(one.shape for one in window.records[0].head.params if one.name == name))
+    whole = window.weight(name)
+    numel = numbers(whole).numel()
     more = numel / shares.shape[1] if shares.shape[1] else 1.0
     got = [window.sampled(one.values) for one in found]
     if window.records[0].head.value is not None:
         kept = _not_clamped(window, shares, got)
         shares, got = shares * kept, [one * kept for one in got]
-    weight = window.sampled(window.weight(name))
+    weight = window.sampled(whole)
     holders = tuple(one.holder for one in found)
-    whole = _products(name, shares, got, holders, apart, more)
+    products = _products(name, shares, got, holders, apart, more)
     written = any(f"made/{name}" in record.tensors for record in window.records)
     made = replicas(window.records, "made", name, instead="grad") if written else ()
     left = [window.sampled(one.values) / window.records[0].head.scale for one in made]
-    owners = window.sampled(found[0].owners) if found and found[0].owners is not None else None
+    owners = window.sampled(_of_numbers(found[0])) if found and found[0].owners is not None else None
     parts = []
     for rank in () if owners is None else torch.unique(owners).int().tolist():
         here = owners == rank
         parts.append(_products(name, shares[:, here], [got[0][here]], (rank,), apart[here], more))
     return evolve(
-        whole,
+        products,
         weight=tuple((more * (shares @ weight)).tolist()),
         weight_square=more * float(weight @ weight),
         along=tuple(more * float(one @ weight) for one in got),
@@ -390,6 +408,13 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
         before=(_products(name, shares, left, holders, apart, more),) if left else (),
         parts=tuple(parts),
     )
+
+
+def _of_numbers(replica: Replica) -> Tensor:
+    """The rank that holds each number."""
+    assert replica.owners is not None, "it lies in parts"
+    twice = replica.values.is_complex()
+    return replica.owners.unsqueeze(-1).expand(*replica.owners.shape, 2) if twice else replica.owners
 
 
 def _products(

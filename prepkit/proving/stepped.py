@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from prepkit.facts.proof import StepProof
-from prepkit.proving.parts_of import replicas
+from prepkit.proving.parts_of import as_wide, numbers, replicas
 from prepkit.proving.record_file import HeldPart, Record
 
 if TYPE_CHECKING:
@@ -81,14 +81,14 @@ def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
         before = window.weight(one.name)
         options = json.loads(head.groups[group])
         exact, coarse = _updates(options, before, grads[0].values, dict(_state(records, one.name)))
-        moved = after[0].values.double().reshape(-1) - before.double().reshape(-1)
+        moved = numbers(after[0].values).double() - numbers(before).double()
         yield StepProof(
             name=one.name,
             along=float(moved @ exact),
             expected=float(exact @ exact),
             moved=float(moved @ moved),
             noise=float((exact - coarse).norm()),
-            dtype=str(before.dtype).removeprefix("torch."),
+            dtype=str(before.dtype.to_real()).removeprefix("torch."),
             meant=int(exact.count_nonzero()),
             lost=int(((moved == 0) & (exact != 0)).sum()),
         )
@@ -99,7 +99,8 @@ def _updates(options: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[
     if _class_of(options["class"]) is None:
         raise CannotStep(f"{options['class']} is no optimizer of torch's: its step was not replayed")
     try:
-        exact, coarse = (_update(options, weight, grad, state, dtype) for dtype in (torch.float64, weight.dtype))
+        kinds = torch.float64, weight.dtype.to_real()
+        exact, coarse = (_update(options, weight, grad, state, dtype) for dtype in kinds)
     except Exception as error:  # options and state are what a file says
         said = f"{type(error).__name__}: {error!s:.200}"
         raise CannotStep(f"{options['class']} cannot take its step again: {said}") from error
@@ -128,19 +129,21 @@ def _update(
     known = inspect.signature(make).parameters
     given = {key: value for key, value in options.items() if key in known and key not in HOW}
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    param = nn.Parameter(weight.to(dtype, copy=True))
-    param.grad = grad.to(dtype, copy=True)
+    param = nn.Parameter(weight.to(as_wide(dtype, weight), copy=True))
+    param.grad = grad.to(param.dtype, copy=True)
     if options["class"] in OF_ROWS:
         param.grad = param.grad.to_sparse(1)
     optimizer = make([param], **given)
     if state:
         optimizer.state[param] = {key: _as_it_was(key, value, dtype) for key, value in state.items()}
     optimizer.step()
-    return (param.detach().double() - weight.double()).reshape(-1)
+    return numbers(param).double() - numbers(weight).double()
 
 
 def _as_it_was(key: str, value: Tensor, dtype: torch.dtype) -> Any:
     """One entry of an optimizer's state: torch keeps the number of steps in float32, and numbers as they are."""
     if value.dim():
-        return value.to(dtype, copy=True)
-    return value.float() if key == "step" else value.item() if not value.is_floating_point() else value.to(dtype)
+        return value.to(as_wide(dtype, value), copy=True)
+    if key != "step" and not value.is_floating_point():
+        return value.item()
+    return value.to(torch.float32 if key == "step" else dtype, copy=True)  # which the step changes in its place

@@ -258,6 +258,8 @@ class Turns:
     family: list[Any] = field(init=False)
     """It, and one for each other model that is called beside this one and trains, where the root was not given."""
     done: bool = field(default=False, init=False)
+    ending: bool = field(default=False, init=False)
+    """Whether ``when_done`` runs: what it raises ends the window."""
     _again: bool = field(default=False, init=False)
     """Whether the root was called since its window is complete."""
     _ready: bool = field(default=False, init=False)
@@ -317,7 +319,9 @@ class Turns:
         self.awaited = to_step(self.family, self.still.values())
         waits = bool(self.awaited) or any(one._next.undecided for one in self.family)
         if not self.agrees(waits and self.waited < WAITS):
+            self.ending = True
             self.when_done()
+            self.ending = False
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         raise NotImplementedError

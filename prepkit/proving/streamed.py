@@ -59,6 +59,8 @@ class Streamed:
     """Bytes of weights that are kept, and of what backward keeps, before either goes elsewhere."""
     arrived: Callable[[str, Tensor], None] = field(init=False)
     """Told each gradient of a weight; one that arrives again adds up."""
+    used: set[str] = field(factory=set, init=False)
+    """Parameters that an operator has computed with."""
     most: int = field(default=0, init=False)
     """The most bytes that were held at once."""
     exact: bool = field(init=False)
@@ -71,7 +73,7 @@ class Streamed:
 
     def __attrs_post_init__(self) -> None:
         self._names = {id(param): name for name, param in self.params.items()}
-        self.exact = any(one.dtype == torch.float64 for one in self.params.values())
+        self.exact = any(one.dtype.to_real() == torch.float64 for one in self.params.values())
 
     def on(self, arrived: Callable[[str, Tensor], None]) -> tuple[AbstractContextManager[Any], ...]:
         """The contexts of one forward and its backward."""
@@ -88,7 +90,10 @@ class Streamed:
     def real(self, tensor: Tensor) -> Tensor:
         """The weight that a stub stands for; any other tensor as it is."""
         name = self._names.get(id(tensor))
-        return tensor if name is None else cast("Tensor", _Fetched.apply(tensor, self, name))  # type: ignore[no-untyped-call]
+        if name is None:
+            return tensor
+        self.used.add(name)
+        return cast("Tensor", _Fetched.apply(tensor, self, name))  # type: ignore[no-untyped-call]
 
     def whole(self, name: str) -> Tensor:
         """One weight, as an alias of what is kept."""

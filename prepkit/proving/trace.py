@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, field
@@ -137,5 +138,11 @@ def on_calls(root: nn.Module, enters: Callable[..., None], leaves: Callable[...,
         root._compiled_call_impl = call
         stack.callback(setattr, root, "_compiled_call_impl", compiled)
         return
-    stack.callback(root.register_forward_pre_hook(enters, prepend=True, with_kwargs=True).remove)
-    stack.callback(root.register_forward_hook(leaves).remove)
+    last, hooks = root.register_forward_hook(leaves), cast("OrderedDict[int, Any]", root._forward_hooks)
+
+    def begins(*call: Any) -> None:
+        hooks.move_to_end(last.id)  # behind those that came later: the loop gets what they return
+        enters(*call)
+
+    stack.callback(last.remove)
+    stack.callback(root.register_forward_pre_hook(begins, prepend=True, with_kwargs=True).remove)

@@ -151,6 +151,11 @@ def _mixed_dtypes(resolved: Resolved) -> Iterator[Hit]:
     ):
         alone = 'give what is trained units of its own: wrap=WrapPaths(("...",))'
         fix = f"Write `pip install 'torch>=2.8'`, which asks this of what is trained alone; or {alone}, or cast them."
+    if pairs := [name for dtype, held in dtypes if dtype.startswith("complex") for name in held]:
+        fix = (  # a cast would drop the imaginary part
+            f"Store {some(pairs)} as real numbers, nn.Parameter(torch.view_as_real(w)), and compute with "
+            "torch.view_as_complex of it; or write engine=DDP()."
+        )
     does = "holds" if old else "trains" if resolved.engine_traits.makes_dtensors else "flattens"
     yield Hit(at(mixed[0]), f"The unit {does} parameters of several dtypes: {shown}.{others}", fix)
 

@@ -68,6 +68,10 @@ def test_parts_that_ranks_have_scaled_by_numbers_of_their_own_are_told_with_the_
     assert scaled.rule == "prove.clipped-scaled"
     assert "0.5 x on rank 0, 0.8 x on rank 1" in scaled.what
     assert "model.clip_grad_norm_ of FSDP1" in scaled.fix
+    none = evolve(whole, dots=((0.5, 0.5),), squares=(0.25,), parts=(parts[0], part(1, 0.0)))
+    (zeros,) = found_in(evolve(APART, gradients=(none,))).findings  # which no clipping makes
+    assert zeros.rule == "prove.no-gradient"
+    assert "had a gradient of zeros in the part of rank 1" in zeros.what
     (other,) = found_in(
         evolve(APART, gradients=(evolve(whole, parts=(parts[0], evolve(parts[1], squares=(9.0,)))),))
     ).findings
@@ -87,9 +91,20 @@ def test_a_loss_that_one_rank_makes_otherwise_is_noted_where_it_always_does() ->
         shares = tuple(evolve(share, operators=said) for share, said in zip(APART.shares, operators, strict=True))
         findings = found_in(evolve(APART, shares=shares, gradients=())).findings
         assert [one.rule for one in findings] == ["prove.limit"] * told
-        assert all("it alone has SumBackward1; the other nothing" in one.what for one in findings)
+        assert all(one.what.endswith("other operators than rank 1: Sum on rank 0 alone.") for one in findings)
     both = (evolve(APART.shares[0], operators=plain), evolve(APART.shares[0], micro=1, operators=smooth))
     assert not found_in(evolve(APART, world=1, shares=both, gradients=())).findings
+
+
+def test_weights_that_moved_otherwise_in_several_ways_are_told_in_one_finding() -> None:
+    """As where one hook scales all weights behind the step."""
+    plain = StepProof(name="", along=1.0, expected=1.0, moved=1.0)
+    steps = tuple(evolve(plain, name=f"w{by}", along=float(by), moved=float(by * by)) for by in range(2, 7))
+    turned = evolve(plain, name="turned", along=0.0)
+    (found,) = found_in(ProofFacts(world=1, shares=(LossShare(rank=0, micro=0),), steps=(turned, *steps))).findings
+    assert found.rule == "prove.step-size"
+    ways = "in another direction (`turned`), by 2.000 x (`w2`), by 3.000 x (`w3`) and 3 more ways"
+    assert found.what == f"6 parameters moved otherwise than the optimizer's options and these gradients give: {ways}."
 
 
 def test_a_sum_of_shares_that_only_some_ranks_have_is_told_once_with_every_group() -> None:

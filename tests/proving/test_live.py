@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import prepkit as pk
 from prepkit import config as c
-from prepkit.findings import Finding, RunRefused, Severity
+from prepkit.findings import Finding, FindingWarning, RunRefused, Severity
 from prepkit.proving import live
 from prepkit.proving.proof import prove_record
 from prepkit.proving.recorder import Recorder
@@ -169,6 +170,60 @@ def test_each_loss_is_divided_by_the_micro_batches_of_a_full_window(name: str) -
         ready.close()
 
 
+def by_hand(by: float, windows: int = 2, prove: int = 2) -> pk.Prepared:
+    """A run whose loop goes backward and steps by itself, over two micro-batches that are divided by ``by``."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(), model, optimizer=optimizer), prove=prove)
+    for _ in range(windows):
+        for _ in range(2):
+            (ready.model(torch.randn(3, 4)).square().mean() / by).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ready
+
+
+def told_of(ready: pk.Prepared) -> list[Finding]:
+    assert ready.attestation is not None
+    return [one for asked in ready.attestation.asked for one in asked.found if one.rule.startswith("prove.")]
+
+
+def test_a_loop_that_steps_by_itself_is_proven_too() -> None:
+    ready = by_hand(2.0)
+    asked = [one for one in ready.attestation.asked if one.rule.startswith("prove.")]
+    assert len(asked) > 40, "two windows were to be proven"
+    ready.close()
+    assert told_of(ready) == []
+    with pytest.raises(RunRefused, match=r"2\.000 x what they should be: the loss is not divided by the 2 micro"):
+        by_hand(1.0)
+
+
+def test_a_run_that_is_closed_before_its_window_was_complete_says_that_nothing_is_proven() -> None:
+    ready = by_hand(2.0, windows=0, prove=1)
+    ready.model(torch.ones(3, 4)).square().mean().backward()
+    assert told_of(ready) == []
+    with pytest.warns(FindingWarning, match="closed before an optimizer of it had stepped what the model trains"):
+        ready.close()
+    assert [one.rule for one in told_of(ready)] == ["prove.unproven"]
+
+
+@pytest.mark.parametrize("fails", ["sizes", "micro_of", "evaluating", "places"])
+def test_what_cannot_be_recorded_is_told_and_the_run_goes_on_as_it_would(fails: str) -> None:
+    def cannot(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such dtype")
+
+    home = "prepkit.proving.hooks.sizes" if fails == "sizes" else f"prepkit.proving.recorder.{fails}"
+    with patch(home, cannot), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ready = by_hand(2.0, windows=1, prove=1)
+        ready.close()
+    assert "could not be recorded (RuntimeError: no such dtype)" in "".join(str(one.message) for one in told)
+    plain = by_hand(2.0, windows=1, prove=0)
+    assert [one.rule for one in told_of(ready)] == ["prove.unproven"]
+    assert all(map(torch.equal, ready.model.parameters(), plain.model.parameters()))
+
+
 class Unrepeated(nn.Module):
     """Its forward depends on more than its weights, its buffers and torch's generator."""
 
@@ -254,3 +309,51 @@ def test_a_replay_holds_a_layer_at_a_time_and_finds_the_same() -> None:
     assert (str(wide.failed), wide.fine, narrow.fine) == ("()", True, True)
     assert narrow.held < 3 * layer < 20 * layer < wide.held
     assert any("elements were compared" in limit for limit in narrow.facts.limits)
+
+
+def test_a_step_is_taken_again_from_the_state_as_it_was_recorded() -> None:
+    """Torch counts steps in place: the second replay of a step may not begin where the first has ended."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with (recorder := Recorder(root=model)).on():
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    record = recorder.record()
+    proof = prove_record(model, (record,))
+    assert proof.fine, str(proof)
+    assert float(record.tensors["number.step/weight"]) == 1.0
+    assert all(one.noise < 1e-5 * one.expected**0.5 for one in proof.facts.steps)
+
+
+def hooked_behind_apply(rank: int, world: int, engine: Any) -> list[tuple[str, str]]:
+    """What is told of a hook that is put on what the loop calls."""
+    model = net()
+    ready = pk.apply(pk.build_plan(c.Config(engine=engine, optimizer=c.SGD(lr=0.1)), model), prove=1)
+    ready.model.register_forward_hook(lambda _, __, output: output * 1.5)
+    for batch in micros(1):
+        ready.backward(loss_of(ready.model, batch))
+        ready.step()
+    found = told_of(ready)
+    ready.close()
+    return [(one.rule, one.what) for one in found]
+
+
+@pytest.mark.filterwarnings("ignore:warning prove.outputs")
+def test_a_hook_on_what_the_loop_calls_is_told_alike_with_every_engine(gang2: Any) -> None:
+    first, second = (gang2.run(hooked_behind_apply, engine)[0] for engine in (c.DDP(), c.FSDP2()))
+    assert first == second
+    assert [rule for rule, _ in first] == ["prove.outputs"]
+    assert "output 0 of call 0 on rank 0 is 1.500 x what the model returns" in first[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:warning run.without-gradient")
+def test_what_the_forward_computes_with_and_no_gradient_comes_to_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    model[0].register_forward_hook(lambda _, __, output: output.detach())
+    (limit,) = [one for one in proven_alone(model) if "no gradient comes to" in one.what]
+    assert limit.what.startswith("The forward computes with `0.weight`, `0.bias`, and no gradient comes to them")
+    assert "1.weight" not in limit.what

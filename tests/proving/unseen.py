@@ -43,6 +43,32 @@ def decayed_by_hand_before_the_step(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def _decayed_between(model: nn.Module) -> Window:
+    """Weights that are written between two micro-batches, and never put back."""
+    optimizer = adam(model)
+
+    def train() -> None:
+        for at, batch in enumerate(micros(2)):
+            (loss_of(model, batch) / 2).backward()
+            with torch.no_grad():
+                for param in model.parameters() if at == 0 else ():
+                    param.mul_(0.999)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def decayed_between_micro_batches(rank: int, world: int) -> Window:
+    return _decayed_between(DDP(net()))
+
+
+def decayed_between_micro_batches_under_fsdp2(rank: int, world: int) -> Window:
+    model = net()
+    for block in model.blocks:
+        fully_shard(block)
+    return _decayed_between(fully_shard(model))
+
+
 def decayed_in_the_gradient_and_by_adamw(rank: int, world: int) -> Window:
     model = DDP(net())
     optimizer = adam(model)
@@ -275,6 +301,8 @@ UNSEEN: tuple[tuple[Any, ...], ...] = (
     (optimizer_made_before_fsdp2, "prove.not-stepped"),
     (optimizer_made_before_fsdp1, "prove.not-stepped"),
     (decayed_by_hand_before_the_step, "prove.moved"),
+    (decayed_between_micro_batches, "prove.moved", "has changed 14 weights"),
+    (decayed_between_micro_batches_under_fsdp2, "prove.moved", "has changed 14 weights"),
     (decayed_in_the_gradient_and_by_adamw, "prove.decay"),
     (decayed_in_the_loss_and_by_adamw, "prove.decay"),
     (mean_over_ragged_tokens, "prove.tokens"),

@@ -916,6 +916,33 @@ def called_before_it_was_wrapped(rank: int, world: int) -> Window:
     return Window(None, train)
 
 
+class Filters(nn.Module):
+    """Multiplies frequencies by complex weights, and returns them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.by = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = torch.fft.rfft(self.enter(x).tanh()) * self.by
+        return {"spectrum": seen, "logits": self.head(torch.fft.irfft(seen, n=WIDTH))}
+
+
+def _of_spectrum(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    found = model(batch[0])
+    return nn.functional.cross_entropy(found["logits"], batch[1]) + 0.01 * found["spectrum"].abs().square().mean()
+
+
+def complex_weights_and_outputs(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Filters)), 2, _of_spectrum)
+
+
+def complex_weights_summed(rank: int, world: int) -> Window:
+    model = seeded(Filters)
+    return trained(model, 2, _of_spectrum, then=summed_over_ranks)
+
+
 class OfPacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -1147,6 +1174,44 @@ def fsdp1_of_original_parameters_clipped_by_torch(rank: int, world: int) -> Wind
     return _fsdp1(original=True)
 
 
+def fsdp2_with_zeros_on_rank_1(rank: int, world: int) -> Window:
+    """A rank clears its part of the gradients before the step."""
+    model = fully_shard(net())
+
+    def then(model: nn.Module) -> None:
+        for param in model.parameters() if rank == 1 else ():
+            assert param.grad is not None
+            param.grad.zero_()
+
+    return trained(model, 2, then=then)
+
+
+def _with_momentum_on_rank_1(model: nn.Module, rank: int) -> Window:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters() if rank == 1 else ():
+        optimizer.state[param]["momentum_buffer"] = torch.ones_like(param)
+    return trained(model, 2, optimizer=optimizer)
+
+
+def momentum_of_its_own_on_rank_1(rank: int, world: int) -> Window:
+    return _with_momentum_on_rank_1(DDP(net()), rank)
+
+
+def fsdp2_with_momentum_on_rank_1_alone(rank: int, world: int) -> Window:
+    return _with_momentum_on_rank_1(fully_shard(net()), rank)
+
+
+def second_momentum_of_its_own_on_rank_1(rank: int, world: int) -> Window:
+    """As of an optimizer's file that one rank has read."""
+    model = DDP(net())
+    optimizer = adam(model)
+    loop(model, optimizer)
+    optimizer.zero_grad()
+    for state in optimizer.state.values() if rank == 1 else ():
+        state["exp_avg_sq"].mul_(3.0)
+    return trained(model, 2, optimizer=optimizer)
+
+
 def each_part_clipped_by_itself(rank: int, world: int) -> Window:
     model = net()
     fully_shard(model)
@@ -1202,6 +1267,7 @@ RIGHT_UNUSUAL = (
     divided_by_what_backward_is_given,
     a_loss_that_a_layer_keeps,
     critic_of_three_steps,
+    complex_weights_and_outputs,
 )
 ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (asked_for_and_summed, "prove.summed", "2.000 x"),
@@ -1216,10 +1282,14 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (stepped_by_another_optimizer_too, "prove.stepped-twice"),
     (only_the_head_is_cleared, "prove.left-over", "still had the gradient of this step"),
     (dropout_of_its_own_on_rank_1, "prove.options", "on rank 1"),
+    (momentum_of_its_own_on_rank_1, "prove.options", "momentum_buffer of 16 parameters"),
+    (fsdp2_with_momentum_on_rank_1_alone, "prove.options", "is on rank 1 alone"),
+    (second_momentum_of_its_own_on_rank_1, "prove.options", "different states: exp_avg_sq of 16 parameters"),
     (losses_of_rank_1_count_nothing, "prove.unlike-losses", "The losses of rank 1 are multiplied by 0"),
     (fsdp1_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank by a number of its own"),
     (fsdp1_of_original_parameters_clipped_by_torch, "prove.clipped-scaled", "All gradients are scaled by each rank"),
     (each_part_clipped_by_itself, "prove.clipped-scaled", "All gradients are scaled by each rank"),
+    (fsdp2_with_zeros_on_rank_1, "prove.no-gradient", "16 parameters had a gradient of zeros in the part of rank 1"),
     (clipped_by_each_rank_before_the_average, "prove.clipped-scaled", "clipped by each rank before they were averaged"),
     (clipped_in_parts_and_one_tripled, "prove.ratio", "The gradients of `head` are 3.000 x"),
     (no_sync_on_the_last_micro_batch, "prove.not-averaged", "averaged before the last micro-batch"),
@@ -1252,6 +1322,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),
     (weighed_by_samples_and_summed_but_for_one, "prove.summed", "2.000 x"),
+    (complex_weights_summed, "prove.summed", "2.000 x"),
     (lent_and_not_averaged, "prove.not-averaged", "All gradients are each rank's own"),
     (summed_over_its_samples_on_rank_1, "prove.unlike-losses", "Every loss of rank 1 weighs 6.00 x one of rank 0"),
 )

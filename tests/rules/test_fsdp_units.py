@@ -19,6 +19,15 @@ def test_master_weights_make_the_dtypes_of_a_unit_uniform() -> None:
     assert "units.mixed-dtypes" in rule_ids(evolve(cfg, precision=BF16(master_weights=False)), facts)
 
 
+def test_complex_parameters_are_not_told_to_be_cast() -> None:
+    """A cast to float32 would drop the imaginary part."""
+    model = tiny_model(extra=(ParamFact(name="layers.0.attn.by", shape=(4,), dtype="complex64"),))
+    fix = finding_of("units.mixed-dtypes", *fsdp2_with(WrapBlocks(), model)).fix
+    assert "torch.view_as_real" in fix
+    assert "DDP()" in fix
+    assert "Cast" not in fix
+
+
 def test_frozen_parameters_may_have_a_dtype_of_their_own() -> None:
     lora = ParamFact(name="layers.0.attn.lora", shape=(4,), dtype="bfloat16", requires_grad=False)
     assert rule_ids(*fsdp2_with(WrapBlocks(), tiny_model(extra=(lora,)))) == ["units.mixed-requires-grad"]

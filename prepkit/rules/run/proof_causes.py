@@ -197,8 +197,8 @@ class _Aim:
 
     def allowed(self, one: GradientProof) -> float:
         """Return how far from the sum a right gradient may lie."""
-        typical = self.scale * sqrt(one.numel)
-        rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * self.clipping * typical)
+        typical = self.clipping * self.scale * sqrt(one.numel)
+        rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * typical)
         return MARGIN * (self.clipping * one.noise + rounding)
 
     def cause(self, one: GradientProof, copy: int) -> Cause | None:
@@ -212,7 +212,7 @@ class _Aim:
             return None  # there is nothing but rounding
         relative = allowed / size if size else 1.0
         if one.squares[copy] <= (NOTHING * size) ** 2:
-            return Cause("prove.no-gradient", "zero")
+            return Cause("prove.no-gradient", "zeros")
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
@@ -282,11 +282,12 @@ class _Aim:
                     return None
                 seen.add(part.holders[0])
             split = split or len(seen) > 1
-        each = self.facts.shrunk
-        clipped = all(rank < len(each) and near(ratio, each[rank]) for rank, ratio in ratios.items())
+        clipped = all(near(ratio, dict(enumerate(self.facts.shrunk)).get(rank, 0.0)) for rank, ratio in ratios.items())
         alike = not turned and near(min(ratios.values(), default=1.0), max(ratios.values(), default=1.0))
         if len(ratios) < 2 or alike or not (split or clipped):
             return None
+        if none := tuple(rank for rank, ratio in sorted(ratios.items()) if ratio <= NOTHING):
+            return Cause("prove.no-gradient", f"zeros in the part of rank {spans(none)}")
         said = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in sorted(ratios.items())[:4])
         return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {said}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from prepkit.facts.proof import LossShare, ProofFacts
@@ -172,7 +173,7 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("loop", f"{said}, and it does not train.", _REACHES)
     for cause, names in causes(facts):
         if cause.rule == "prove.no-gradient":
-            had = "a gradient of zeros" if cause.why else "no gradient"
+            had = f"a gradient of {cause.why}" if cause.why else "no gradient"
             said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
             yield Hit(at(names[0]), what, _FREEZE if cause.why else "")
@@ -280,6 +281,6 @@ def made_otherwise(facts: ProofFacts) -> tuple[LossShare, LossShare] | None:
 
 
 def only_in(one: LossShare, other: LossShare) -> str:
-    """Operators that have made the one loss alone."""
+    """Operators that have made the one loss alone, as ``Mul, NllLoss x 2``; empty: none."""
     theirs = other.operators.split(", ")
-    return ", ".join(name for name in one.operators.split(", ") if name not in theirs) or "nothing"
+    return re.sub(r"Backward\d*", "", ", ".join(name for name in one.operators.split(", ") if name not in theirs))

@@ -42,6 +42,7 @@ _UNSTEPPED = (
     "steps of the others."
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
+_CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
 IN_16_BIT = ("bfloat16", "float16")
 
 # --- before and after -------------------------------------------------------------------------------------------------
@@ -106,7 +107,8 @@ def _tokens(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _after(facts: ProofFacts) -> Iterator[Hit]:
-    if not (facts.first_apart or steps_apart(facts) or causes(facts) or facts.options_apart or list(_uneven(facts))):
+    told = facts.first_apart or causes(facts) or facts.options_apart or facts.state_apart
+    if not (told or steps_apart(facts) or list(_uneven(facts))):
         yield from _ranks_apart(
             facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
         )
@@ -129,6 +131,9 @@ def _uneven(facts: ProofFacts) -> Iterator[Hit]:
 def _options(facts: ProofFacts) -> Iterator[Hit]:
     if facts.options_apart:
         yield Hit("optimizer", f"Ranks run with different options: {'; '.join(facts.options_apart[:3])}.")
+    if facts.state_apart and not steps_apart(facts):
+        what = f"Ranks step with different states: {'; '.join(facts.state_apart[:3])}"
+        yield Hit("optimizer", f"{what}.", "Load or write the optimizer's state on all ranks alike, or on none.")
 
 
 def _samples(facts: ProofFacts) -> Iterator[Hit]:
@@ -177,7 +182,7 @@ def _step_allowed(one: StepProof) -> float:
 
 def _step_size(facts: ProofFacts) -> Iterator[Hit]:
     found: dict[str, list[str]] = {}
-    for one in facts.steps if not facts.options_apart else ():
+    for one in facts.steps if not (facts.options_apart or facts.state_apart) else ():
         off = sqrt(max(one.moved - 2 * one.along + one.expected, 0.0))
         if one.held and one.moved and off > _step_allowed(one):
             ratio = one.along / one.expected if one.expected else float("inf")
@@ -185,10 +190,19 @@ def _step_size(facts: ProofFacts) -> Iterator[Hit]:
             turned = length and one.along / length < 0.99
             said = "another direction" if turned else f"{ratio:.3f} x"
             found.setdefault(said, []).append(one.name)
-    for said, names in found.items():
+    every = [name for names in found.values() for name in names]
+    if len(found) == 1:
+        (said,) = found
         how = "in another direction than" if said == "another direction" else f"by {said} of what"
-        what = f"{count(len(names), 'parameter')} moved {how} the optimizer's options and these gradients give"
-        yield Hit(at(names[0]), f"{what}: {some(names)}.")
+        what = f"{count(len(every), 'parameter')} moved {how} the optimizer's options and these gradients give"
+        yield Hit(at(every[0]), f"{what}: {some(every)}.")
+    elif found:  # one cause, as a hook that scales all weights
+        hows = [
+            f"{'in ' if said.startswith('another') else 'by '}{said} ({some(names)})" for said, names in found.items()
+        ]
+        what = f"{count(len(every), 'parameter')} moved otherwise than the optimizer's options and these gradients give"
+        more = f" and {len(hows) - 3} more ways" if len(hows) > 3 else ""
+        yield Hit(at(every[0]), f"{what}: {', '.join(hows[:3])}{more}.")
 
 
 def _limits(facts: ProofFacts) -> Iterator[Hit]:
@@ -199,11 +213,16 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     if unreached := [name for name in facts.unreached if name not in told and not facts.unrepeated]:
         had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
         yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
+    yield from _cut_off(facts)
     if (losses := made_otherwise(facts)) is not None:
-        said = f"Rank {losses[0].rank} makes its loss otherwise than rank {losses[1].rank}"
-        with_ = f"it alone has {only_in(*losses)}; the other {only_in(*losses[::-1])}"
+        said = f"Rank {losses[0].rank} makes its loss by other operators than rank {losses[1].rank}"
+        each = [
+            f"{only} on rank {one.rank} alone" for one, other in (losses, losses[::-1]) if (only := only_in(one, other))
+        ]
         yield Hit(
-            "loss", f"{said}: {with_}.", "Look whether all ranks are to have one loss: a smoothing, a weight, a part."
+            "loss",
+            f"{said}: {'; '.join(each)}.",
+            "Look whether all ranks are to have one loss: a smoothing, a weight, a part.",
         )
     if steps_apart(facts):
         where = "behind the step" if facts.averaged_later else f"behind another step, as it seems ({facts.averages})"
@@ -231,6 +250,13 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
             "proof",
             f"Rounding in {facts.dtype} alone changes the gradients by more than a tenth: small errors cannot be seen.",
         )
+
+
+def _cut_off(facts: ProofFacts) -> Iterator[Hit]:
+    if facts.cut_off:
+        them = "it" if len(facts.cut_off) == 1 else "them"
+        said = f"The forward computes with {some(facts.cut_off)}, and no gradient comes to {them}, also in the replay"
+        yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
@@ -424,7 +450,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _row(
         "prove.options",
-        "Ranks step with the same options, in the same precision and modes.",
+        "Ranks step with the same options and state, in the same precision and modes.",
         "Make the optimizer, its scheduler, autocast and train() alike on every rank; set no learning rate by rank.",
         _options,
     ),
