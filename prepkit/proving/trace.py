@@ -119,7 +119,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         fed = self.tracer.fed((args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not self.tracer.backward:
+        fills = "empty" not in str(func)  # else what stands there is anything
+        if func.namespace == "aten" and fills and not self.tracer.backward:
             for tensor in tree.tensors_of(output):
                 if type(tensor) is Tensor:
                     self.tracer.note("operator", str(func), tensor, fed)

@@ -171,6 +171,20 @@ def test_an_operator_that_one_window_alone_computes_is_named_and_not_what_takes_
     assert f"in aten.mul.Tensor, which the {'first' if turned else 'second'} window alone computes" in str(found)
 
 
+def drops(model: Net) -> None:
+    model.blocks[0].drop.p = 0.5
+
+
+def other_masks(model: Net) -> None:
+    drops(model)
+    torch.manual_seed(3)
+
+
+def test_where_masks_differ_the_operator_that_draws_them_is_named_and_not_the_memory_that_it_fills() -> None:
+    found = between((_recorded(drops),), (_recorded(other_masks),))
+    assert (found.where, found.operator) == ("blocks.0.drop", "aten.bernoulli_.float"), str(found)
+
+
 class Keys(nn.Module):
     """Attention with a bias of its keys, whose gradient is nothing but rounding: softmax takes no constant."""
 
