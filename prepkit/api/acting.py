@@ -149,10 +149,11 @@ def prove(
     Each process applies the plan under gloo and trains one window, whose inputs, gradients and weights are recorded;
     then the window is done again on one process with nothing around the model, and both are compared. A plan for
     another cluster, or one that has a scheduler or loaders, is made again for these processes, from its config; its
-    warnings, and those of the run, are told here. ``batches``: one per micro-batch, those of rank
-    0 first; a mapping's entries are keywords of the model, a tuple's its arguments. ``loss`` is called with the outputs
-    and the batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters,
-    whose gradients are named and not compared. ``model`` stays as it is.
+    warnings, and those of the run, are told here. ``batches``: one per micro-batch of each part that the data is
+    divided into, those of the first first: tensor-parallel ranks share a part, and every other rank has its own. A
+    mapping's entries are keywords of the model, a tuple's its arguments. ``loss`` is called with the outputs and the
+    batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters, whose
+    gradients are named and not compared. ``model`` stays as it is.
 
     Raises ``ValueError`` for too few batches, for a loss that returns no number, and for a hook that cannot be pickled;
     ``TypeError`` for batches that are no list, and for a loss that does not take both; ``PlanRejected`` where there is
@@ -167,7 +168,6 @@ def prove(
     from prepkit.observe.env import observe_env
     from prepkit.proving.spawned import Trial, checked_loss, enough, hooks_of, prove_in_processes
 
-    given, told = enough(batches, processes, plan.owners.accumulation_steps)
     loss = checked_loss(loss)
     cfg, facts = plan.config, plan.facts
     there, more = (facts.env.world_size, facts.env.device), facts.loaders or facts.scheduler or not facts.env.torch
@@ -175,6 +175,7 @@ def prove(
         env = Env.declare(world_size=processes, device="cpu", torch=observe_env().torch)
         plan = build_plan(cfg, model, optimizer=optimizer, env=env)
     steps = plan.owners.accumulation_steps
+    given, told = enough(batches, processes, plan.data_parallel_size, steps)
     trial = Trial(
         plan=evolve(plan, target=None),
         model=model,

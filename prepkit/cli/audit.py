@@ -170,8 +170,8 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
     """Apply a plan in a few processes of this machine, train one window, and compare it with a replay in plain torch.
 
     A batch is what the model is called with: a mapping of keywords, a tuple of arguments, or one argument. There is one
-    for each micro-batch of each process. A plan for another cluster is made again for these processes. Errors give exit
-    code 1.
+    for each micro-batch of each process; tensor-parallel processes read the same, and count as one. A plan for another
+    cluster is made again for these processes. Errors give exit code 1.
     """
     plan_files.demand_torch("prepkit prove")
     from prepkit import codec

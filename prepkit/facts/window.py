@@ -21,6 +21,8 @@ class GradientFacts:
     """Those of them without a gradient on a rank that holds some of their elements."""
     awaited: tuple[str, ...] = ()
     """Those without one among all that train, which DDP waits for whether they are stepped or not."""
+    awaited_on: tuple[int, ...] = ()
+    """Ranks on which they had none; empty: not known, or DDP waits for nothing."""
     spoiled: tuple[str, ...] = ()
     """Those that train, stepped or not, whose gradient has NaN or infinite elements on a rank: they spoil a norm."""
     zero: bool = False

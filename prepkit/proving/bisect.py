@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from math import sqrt
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 
 from prepkit.proving.parts_of import replicas
-from prepkit.proving.record_file import Record, read
+from prepkit.proving.record_file import Record, Traced, read
 
 MARGIN = 8.0
 """By how much more than what came before, or than rounding, an output may differ."""
@@ -27,6 +28,8 @@ class Parting:
     """The module, or the parameter."""
     operator: str = ""
     """The first operator in it; empty: none of its own, or none was recorded."""
+    alone: str = ""
+    """The window that alone computes that operator, ``first`` or ``second``; empty: both do."""
     micro: int = 0
     apart: float = 0.0
     """Norm of the difference over the norm."""
@@ -42,6 +45,7 @@ class Parting:
             return "no micro-batch of one window was given what one of the other was: compare runs over the same data"
         place = f"at `{self.where}`" if self.where else "at the root"
         inside = f", in {self.operator}" if self.operator else ""
+        inside += f", which the {self.alone} window alone computes," if self.alone else ""
         words = {
             "weights": f"the windows begin with other weights {place}",
             "forward": f"the first module that differs in the forward is {place.removeprefix('at ')}{inside}",
@@ -105,20 +109,53 @@ def _weights(first: tuple[Record, ...], second: tuple[Record, ...]) -> Iterator[
 
 
 def _stepped(first: tuple[Record, ...], second: tuple[Record, ...], stage: str, kind: str) -> Iterator[Parting]:
-    """Parameters of which something differs at the step: by a hundred times rounding, since it is a sum of many."""
+    """Parameters of which something differs at the step: by a hundred times rounding, since it is a sum of many.
+
+    A gradient is a sum of what arrives at its module, which may cancel, as for the bias of an attention's keys: what is
+    left is rounding of the terms, and so is what an optimizer makes of it.
+    """
     noise = _noise(*first, *second)
     for name in (one.name for one in first[0].head.params):
         a, b = replicas(first, kind, name), replicas(second, kind, name)
-        if a and b and (apart := _apart(a[0].values, b[0].values)) > 100 * noise:
+        if not (a and b) or (apart := _apart(a[0].values, b[0].values)) <= 100 * noise:
+            continue
+        grads = replicas(first, "grad", name), replicas(second, "grad", name)
+        if not all(grads) or not _cancels(grads[0][0].values, grads[1][0].values, _arrived(first, name), noise):
             yield Parting(stage=stage, where=name, apart=apart, before=noise)
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    one, other = a.double().reshape(-1), b.double().reshape(-1)
+def _cancels(a: Tensor, b: Tensor, terms: float, noise: float) -> bool:
+    """Return whether two gradients differ by more than their own rounding, and by no more than that of their terms."""
+    off = float((a.double() - b.double()).norm()) if a.shape == b.shape else float("inf")
+    return 100 * noise < _apart(a, b) and off <= MARGIN * noise * terms
+
+
+def _arrived(records: tuple[Record, ...], name: str) -> float:
+    """Norm of all gradients that have arrived at the module of a parameter, averaged over the ranks."""
+    path, total = name.rpartition(".")[0], 0.0
+    for record in records:
+        for at, one in enumerate(record.head.trace):
+            if one.kind == "gradient" and one.path == path:
+                total += (float(record.tensors[f"trace/{at}"][0]) / record.head.scale) ** 2
+    return sqrt(total) / len(records)
+
+
+def _apart(a: Tensor, b: Tensor, by: float = 1.0) -> float:
+    """Norm of the difference over the larger norm. ``by``: with what the second one is multiplied."""
+    one, other = a.double().reshape(-1), b.double().reshape(-1) * by
     if one.shape != other.shape:
         return float("inf")
     size = max(float(one.norm()), float(other.norm()))
     return float((one - other).norm()) / size if size else 0.0
+
+
+def _factor(a: Record, b: Record, micros: tuple[int, int]) -> float:
+    """By how much more the first loss was multiplied: one of more ranks is divided by fewer micro-batches.
+
+    Whether all that comes to the same average is seen in the gradients that are stepped.
+    """
+    one, other = a.head.micros[micros[0]].factor, b.head.micros[micros[1]].factor
+    return one / other if one and other else 1.0
 
 
 def _keyed(record: Record, micro: int, kind: str) -> dict[Key, int]:
@@ -145,34 +182,36 @@ def _eps(dtype: str) -> float:
     return torch.finfo(kind).eps if kind.is_floating_point else 0.0
 
 
-def _walked(a: Record, b: Record, micros: tuple[int, int], kind: str) -> Iterator[tuple[int, float, float]]:
-    """Yield what both have, as its place in the first one's trace, with how far it is apart and how far that may be.
+def _walked(a: Record, b: Record, micros: tuple[int, int], kind: str) -> Iterator[tuple[int, int, float, float]]:
+    """Yield what both have, as its places in both traces, with how far it is apart and how far that may be.
 
     As far as anything before it was at most, or as the finer of both rounds: a layer that one of them computes in a
     coarser dtype is a difference.
     """
     mine, other = _keyed(a, micros[0], kind), _keyed(b, micros[1], kind)
     one_rounds, other_rounds = _floors(a), _floors(b)
-    worst = 0.0
+    worst, by = 0.0, _factor(a, b, micros) if kind == "gradient" else 1.0
     for key, at in mine.items():
         if key in other:
-            apart = _apart(a.tensors[f"trace/{at}"], b.tensors[f"trace/{other[key]}"])
-            yield at, apart, max(worst, min(one_rounds[at], other_rounds[other[key]]))
+            there = other[key]
+            apart = _apart(a.tensors[f"trace/{at}"], b.tensors[f"trace/{there}"], by)
+            yield at, there, apart, max(worst, min(one_rounds[at], other_rounds[there]))
             worst = max(worst, apart)
 
 
 def _first(a: Record, b: Record, micros: tuple[int, int], stage: str, kind: str) -> Parting:
     compared = 0
-    for at, apart, before in _walked(a, b, micros, kind):
+    for at, _, apart, before in _walked(a, b, micros, kind):
         compared += 1
         if apart > MARGIN * before:
-            where, operator = a.head.trace[at].path, ""
+            where, operator, alone = a.head.trace[at].path, "", ""
             if stage == "forward":
-                where, operator = _operator(a, b, micros, at)
+                where, operator, alone = _operator(a, b, micros, at)
             return Parting(
                 stage=stage,
                 where=where,
                 operator=operator,
+                alone=alone,
                 micro=micros[0],
                 apart=apart,
                 before=before,
@@ -181,12 +220,28 @@ def _first(a: Record, b: Record, micros: tuple[int, int], stage: str, kind: str)
     return Parting(stage="", compared=compared)
 
 
-def _operator(a: Record, b: Record, micros: tuple[int, int], module: int) -> tuple[str, str]:
-    """The first operator whose output differs in a module, or before it in what encloses it, and whose it is."""
+def _operator(a: Record, b: Record, micros: tuple[int, int], module: int) -> tuple[str, str, str]:
+    """The first operator whose output differs in a module, or before it in what encloses it, and whose it is.
+
+    Where that was given what only one window computes, it is the first of these; then also which window.
+    """
     trace = a.head.trace
     path = trace[module].path
-    for at, apart, before in _walked(a, b, micros, "operator"):
+    for at, there, apart, before in _walked(a, b, micros, "operator"):
         encloses = path == trace[at].path or path.startswith(f"{trace[at].path}." * bool(trace[at].path))
         if at < module and encloses and apart > MARGIN * before:
-            return trace[at].path, trace[at].operator
-    return path, ""
+            mine, other = _keyed(a, micros[0], "operator"), _keyed(b, micros[1], "operator")
+            for window, record, place, keys in (("second", b, there, other), ("first", a, at, mine)):
+                both = {keys[key] for key in mine.keys() & other.keys()}
+                if (one := _alone(record, place, both)) is not None:
+                    return one.path, one.operator, window
+            return trace[at].path, trace[at].operator, ""
+    return path, "", ""
+
+
+def _alone(record: Record, at: int, both: set[int]) -> Traced | None:
+    """The first in the chain of operators before this one that the other window does not compute; None: it has all."""
+    found = None
+    while fed := [one for one in record.head.trace[at].fed if one not in both]:
+        at, found = fed[0], record.head.trace[fed[0]]
+    return found

@@ -119,6 +119,8 @@ class Traced:
     operator: str = ""
     shape: tuple[int, ...]
     dtype: str
+    fed: tuple[int, ...] = ()
+    """Places in the trace of the operators whose outputs an operator was given."""
 
 
 @frozen(kw_only=True)

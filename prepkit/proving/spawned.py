@@ -47,7 +47,7 @@ class Trial:
     model: nn.Module
     optimizer: Any
     batches: tuple[Any, ...]
-    """One for each micro-batch: those of rank 0 first."""
+    """One for each micro-batch of each part of the data: those of the first part first."""
     loss: Callable[[Any, Any], Tensor] | None
     accumulation: int
     clip: ClipProof | None
@@ -101,11 +101,12 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
     params = names.named_parameters(model)
     for name, kind, hook in trial.hooks:
         getattr(params[name], kind)(hook)
-    torch.manual_seed(rank)  # as ranks that read other samples draw
+    part = rank // (processes // trial.plan.data_parallel_size)  # neighbours share one
+    torch.manual_seed(part)  # as ranks that read other samples draw
     ready = trial.apply(trial.plan, model=model, optimizer=optimizer)
     ready._looks.divided = True
     recorder = Recorder(root=ready.model, accumulation=trial.accumulation, clip=trial.clip)
-    mine = trial.batches[rank * trial.accumulation : (rank + 1) * trial.accumulation]
+    mine = trial.batches[part * trial.accumulation : (part + 1) * trial.accumulation]
     for limit in trial.told:
         recorder.tell(limit)
     with recorder.on():
@@ -197,15 +198,17 @@ def _named(function: Any) -> str:
     return f"`{getattr(function, '__qualname__', type(function).__name__)}`"
 
 
-def enough(batches: Any, processes: int, accumulation: int) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """As many batches as a window reads, and what to tell of the others.
+def enough(batches: Any, processes: int, parts: int, accumulation: int) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """As many batches as a window reads, and what to tell of the others. ``parts``: of the data.
 
     Raises ``ValueError`` where there are fewer, ``TypeError`` where it is no list of batches.
     """
     if not isinstance(batches, Sequence) or isinstance(batches, str | bytes):
-        raise TypeError(f"batches is {said(batches)}; give a list with one batch for each micro-batch of each process")
-    needed = processes * accumulation
-    each = f"{processes} processes with {count(accumulation, 'micro-batch')} a step"
+        how = "one batch for each micro-batch of each process, of those that read the same samples of one"
+        raise TypeError(f"batches is {said(batches)}; give a list with {how}")
+    needed = parts * accumulation
+    alike = f", of which each {processes // parts} read the same samples," if parts < processes else ""
+    each = f"{processes} processes{alike} with {count(accumulation, 'micro-batch')} a step"
     if len(batches) < needed:
         raise ValueError(f"{each} read {needed} batches, and {len(batches)} were given; give {needed} different ones")
     more = f"of {len(batches)} batches the first {needed} were read: {each}"

@@ -11,6 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from prepkit.objects import names
 from prepkit.objects.local_part import local
@@ -33,6 +34,8 @@ class Tracer:
     backward: bool = False
     _path: list[str] = field(factory=lambda: [""])
     _busy: bool = False
+    _made: WeakIdKeyDictionary = field(factory=WeakIdKeyDictionary)
+    """Output of an operator to its place."""
 
     @contextmanager
     def on(self, root: nn.Module) -> Iterator[None]:
@@ -54,8 +57,13 @@ class Tracer:
         """What was noted is no part of the window."""
         self.entries.clear()
         self.values.clear()
+        self._made.clear()
 
-    def note(self, kind: str, what: str, tensor: Tensor) -> None:
+    def fed(self, given: Any) -> tuple[int, ...]:
+        """Places of the operators that have made these tensors."""
+        return tuple(self._made[one] for one in tree.tensors_of(given) if one in self._made)
+
+    def note(self, kind: str, what: str, tensor: Tensor, fed: tuple[int, ...] = ()) -> None:
         """Keeps one output."""
         if self._busy or len(self.entries) >= MOST or not tensor.is_floating_point() or tensor.is_meta:
             return
@@ -70,8 +78,11 @@ class Tracer:
                     operator=what if kind == "operator" else "",
                     shape=tuple(local(tensor).shape),
                     dtype=str(tensor.dtype).removeprefix("torch."),
+                    fed=fed,
                 )
             )
+            if kind == "operator":
+                self._made[tensor] = len(self.entries) - 1
             self.values.append(sketch(row))
         finally:
             self._busy = False
@@ -107,11 +118,13 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        fed = self.tracer.fed((args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not self.tracer.backward:
+        fills = "empty" not in str(func)  # else what stands there is anything
+        if func.namespace == "aten" and fills and not self.tracer.backward:
             for tensor in tree.tensors_of(output):
                 if type(tensor) is Tensor:
-                    self.tracer.note("operator", str(func), tensor)
+                    self.tracer.note("operator", str(func), tensor, fed)
         return output
 
 

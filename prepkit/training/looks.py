@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -25,17 +25,19 @@ from prepkit.objects import fsdp1_flat
 from prepkit.objects.fsdp2_units import rewritten
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import mixes_empty, saved_in_parts
-from prepkit.observe.prepared.gradients import Watched, reducer
+from prepkit.observe.prepared.averaging import awaited, reduced
+from prepkit.observe.prepared.gradients import Gradient, Watched, reducer
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Asked
+from prepkit.ranks.world import world
 from prepkit.rules import by_id
 from prepkit.rules import due as rules_due
 from prepkit.rules.rule import Moment, Need, Rule, answers, findings_of
 from prepkit.steps import ShardLoader
 from prepkit.training.failed_forward import compiled_whole
-from prepkit.training.left_out import groups
+from prepkit.training.left_out import average_without, groups
 
 if TYPE_CHECKING:
     from prepkit.training.token_loss import Count
@@ -89,7 +91,14 @@ class Looks:
     _compared: tuple[int, ...] = field(default=(0,) * STREAMS, init=False)
     """What this rank's streams had begun with when ranks were asked last."""
 
+    _reduced: tuple[Parameter, ...] = field(default=(), init=False)
+    """What DDP reduces, as its reducer numbers it."""
+    _awaited: frozenset[str] = field(default=frozenset(), init=False)
+    """Names of what DDP waited for on this rank when the window ended."""
+
     def __attrs_post_init__(self) -> None:
+        if isinstance(self.look.model, DistributedDataParallel):
+            self._reduced = reduced(self.look.model)
         self._notes = self.plan.world_size > 1 and self._collective and bool(self.look.sharded)
 
     @property
@@ -153,6 +162,20 @@ class Looks:
             self._units.pop().remove()
         return found
 
+    def finish_averaging(self) -> None:
+        """Have DDP end what it waits for on this rank alone, before anything is asked of ranks that wait for this one.
+
+        What it has waited for is told by ``before_step``. Raises ``RunRefused`` where the model was changed.
+        """
+        if isinstance(self.look.model, DistributedDataParallel) and self._collective:
+            missing = awaited(self.look.model, self._reduced)
+            if missing:
+                self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
+                known = self.look.known()
+                self._awaited = frozenset(known[id(param)] for param in missing)
+                if all(param.requires_grad for param in missing):  # else one was frozen since, on every rank
+                    average_without(missing)
+
     def before_averaging(self) -> None:
         """Raises ``RunRefused`` where the model is not the one that was prepared. Nothing is asked of other ranks."""
         self._alone += 1
@@ -198,7 +221,11 @@ class Looks:
         passes.stepping()
         if self._notes:
             self._note()
-        asked = self._asked_before_step(loss, epoch, passes)
+        self.finish_averaging()
+        try:
+            asked = self._asked_before_step(loss, epoch, passes)
+        finally:
+            self._awaited = frozenset()  # it has come by now, as zeros
         if self._watched is not None:  # what was noted is kept while it refuses: the story stays the same
             self._watched.turn()
         return asked
@@ -207,9 +234,10 @@ class Looks:
         first = not self._done
         once = _over_ranks(Moment.FIRST_STEP) if first else ()
         often: tuple[Rule, ...] = ()
-        if self._collective and (due(self._together) or self._waits()):
+        if self._collective and due(self._together):
             often = tuple(rule for rule in _over_ranks(Moment.DUE) if rule not in once)
         if not ((first and self._collective) or often):
+            self._ask_awaited()
             return ()
         self._compared = passes.streams
         watched = self._watched
@@ -217,7 +245,7 @@ class Looks:
         facts = self.look.over_ranks(
             {need for rule in (*often, *once) for need in rule.needs},
             self._loop(loss, passes),
-            tuple(look(values=first)),
+            tuple(self._as_it_came(one) for one in look(values=first)),
             own_pass=epoch,
             given=self._given,
             reduced=watched is None and first,  # later on only whether they are there is asked
@@ -234,18 +262,15 @@ class Looks:
         self._done = True
         return asked
 
-    def _waits(self) -> bool:
-        """Whether DDP waits for gradients still, and has not averaged what is about to be stepped; as on all ranks.
+    def _as_it_came(self, one: Gradient) -> Gradient:
+        return evolve(one, missing=True, largest=None, tilt=None) if one.name in self._awaited else one
 
-        torch says so in the next forward, when the step was taken. Raises ``RunRefused`` where the model was changed.
-        """
-        try:
-            if isinstance(self.look.model, DistributedDataParallel):
-                self.look.model._check_reducer_finalized()  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
-            return True
-        return False
+    def _ask_awaited(self) -> None:
+        """Raises ``RunRefused`` on the rank alone on which DDP has waited: others have ended their windows."""
+        if names := tuple(name for name in self.look.known().values() if name in self._awaited):
+            found = GradientFacts(stepped=len(self._reduced), missing=names, awaited=names, awaited_on=(world().rank,))
+            facts = evolve(self.look.changes(), gradients=found, world_size=self.plan.world_size)
+            self.court.ask(Moment.STEP, facts)
 
     def before_close(self, passes: Passes) -> tuple[Finding, ...]:
         """What there is to say of streams begun, and of gradients, since ranks were asked last.

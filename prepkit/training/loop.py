@@ -62,6 +62,8 @@ class Loop:
     passes: Passes
     """The loaders, as they are gone through."""
     whole_gradients: WholeGradients | XLAGradients | None = None
+    finish_averaging: Callable[[], None] = lambda: None
+    """Has the engine end what it waits for on this rank alone."""
     before_averaging: Callable[[], None] = lambda: None
     """Asks on this rank alone whether the model is still the one that was prepared."""
     after_micro_batch: Callable[[], None] = lambda: None
@@ -294,6 +296,7 @@ class Loop:
         for order in todo:
             match order:
                 case orders.DivideByTokens(micro_batches=whole):
+                    self.finish_averaging()
                     factor = self._tokens.end(whole)
                     if factor is not None and not self.plan.engine_steps:
                         token_loss.multiply_gradients(parameters(self.optimizer), factor)

@@ -137,6 +137,7 @@ class Prepared:
             court=self._court,
             clip=plan.owners.clip,
             whole_gradients=self._whole_gradients,
+            finish_averaging=self._looks.finish_averaging,
             before_averaging=self._looks.before_averaging,
             after_micro_batch=self._looks.after_micro_batch,
             before_step=_asking(self),

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from prepkit.cli import main
 from prepkit.proving.bisect import between, parting
-from prepkit.proving.record_file import Record, write
+from prepkit.proving.record_file import Record, read, write
 from prepkit.proving.recorder import Recorder
 from tests.proving.window import DDP, Block, Net, adam, loop, micros, net
 
@@ -64,6 +64,13 @@ class Rounded(Block):
         return x + self.drop(self.outer(torch.round(inner, decimals=1)))
 
 
+class Scaled(Block):
+    """Multiplies between its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.outer(torch.relu(self.inner(self.norm(x))) * 1.001))
+
+
 class Careless(Block):
     """Its forward is right, and its backward is not."""
 
@@ -77,6 +84,10 @@ def rounds_in_block_1(model: Net) -> None:
 
 def backward_of_block_1(model: Net) -> None:
     model.blocks[1].__class__ = Careless
+
+
+def scales_in_block_1(model: Net) -> None:
+    model.blocks[1].__class__ = Scaled
 
 
 def epsilon_of_a_norm(model: Net) -> None:
@@ -124,7 +135,13 @@ def other_head(model: Net) -> None:
     [
         (as_it_is, {}, "", "", "nowhere beyond rounding"),
         (epsilon_of_a_norm, {}, "forward", "blocks.0.norm", "aten.native_layer_norm"),
-        (rounds_in_block_1, {}, "forward", "blocks.1.outer", "the first module"),
+        (
+            rounds_in_block_1,
+            {},
+            "forward",
+            "blocks.1",
+            "in aten.round.decimals, which the second window alone computes",
+        ),
         (backward_of_block_1, {}, "backward", "blocks.1.inner", "arrives at `blocks.1.inner`"),
         (other_head, {}, "weights", "head.weight", "other weights at `head.weight`"),
         (as_it_is, {"by": 0.5}, "gradients", "enter.weight", "averages, clips or scales"),
@@ -147,6 +164,64 @@ def test_an_operator_between_the_layers_of_a_module_is_named_with_the_module() -
 
 
 @pytest.mark.parametrize("turned", [False, True])
+def test_an_operator_that_one_window_alone_computes_is_named_and_not_what_takes_its_output(turned: bool) -> None:
+    records = (_recorded(as_it_is),), (_recorded(scales_in_block_1),)
+    found = between(*records[::-1] if turned else records)
+    assert (found.where, found.operator) == ("blocks.1", "aten.mul.Tensor"), str(found)
+    assert f"in aten.mul.Tensor, which the {'first' if turned else 'second'} window alone computes" in str(found)
+
+
+def drops(model: Net) -> None:
+    model.blocks[0].drop.p = 0.5
+
+
+def other_masks(model: Net) -> None:
+    drops(model)
+    torch.manual_seed(3)
+
+
+def test_where_masks_differ_the_operator_that_draws_them_is_named_and_not_the_memory_that_it_fills() -> None:
+    found = between((_recorded(drops),), (_recorded(other_masks),))
+    assert (found.where, found.operator) == ("blocks.0.drop", "aten.bernoulli_.float"), str(found)
+
+
+class Keys(nn.Module):
+    """Attention with a bias of its keys, whose gradient is nothing but rounding: softmax takes no constant."""
+
+    def __init__(self, eager: bool, wrong: float) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
+        self.eager, self.wrong = eager, wrong
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.eager:
+            return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value * self.wrong
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def attending(eager: bool, by: float = 1.0, wrong: float = 1.0) -> Record:
+    torch.manual_seed(0)
+    model, x = Keys(eager, wrong), torch.randn(4, 16, 8)
+    optimizer = adam(model)
+    with (recorder := Recorder(root=model, traces=True)).on():
+        (model(x) - 1).square().mean().backward()
+        assert model.value.bias.grad is not None
+        model.value.bias.grad *= by
+        optimizer.step()
+    return recorder.record()
+
+
+def test_a_gradient_that_cancels_to_rounding_is_no_difference_nor_is_its_step() -> None:
+    plain = attending(eager=False)
+    assert float(plain.tensors["grad/key.bias"].norm()) < 1e-6 * float(plain.tensors["grad/query.bias"].norm())
+    found = between((plain,), (attending(eager=True),))
+    assert not found.stage, str(found)
+    found = between((plain,), (attending(eager=True, by=1.01),))
+    assert (found.stage, found.where) == ("gradients", "value.bias"), str(found)
+
+
+@pytest.mark.parametrize("turned", [False, True])
 def test_a_layer_that_one_of_them_computes_in_a_coarser_dtype_is_a_difference(turned: bool) -> None:
     records = (_recorded(as_it_is),), (_recorded(coarse_layer),)
     found = between(*records[::-1] if turned else records)
@@ -161,6 +236,23 @@ def kept(rank: int, world: int, folder: str, engine: str) -> None:
     with (recorder := Recorder(root=model, traces=True)).on():
         loop(model, optimizer)
     write(recorder.record(), Path(folder))
+
+
+@pytest.mark.parametrize(("divide", "stage"), [(4, ""), (2, "gradients")])
+def test_windows_of_more_ranks_and_of_more_micro_batches_are_the_same_where_they_average_the_same(
+    gang2: Any, tmp_path: Path, divide: int, stage: str
+) -> None:
+    gang2.run(kept, str(tmp_path), "ddp")
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = adam(model)
+    with (recorder := Recorder(root=model, traces=True)).on():
+        for batch in (one for rank in range(2) for one in micros(2, rank=rank)):
+            (nn.functional.cross_entropy(model(batch[0]), batch[1]) / divide).backward()
+        optimizer.step()
+    for pair in (((recorder.record(),), read(tmp_path)), (read(tmp_path), (recorder.record(),))):
+        found = between(*pair)
+        assert found.stage == stage, str(found)
 
 
 def test_two_engines_are_compared_from_the_command_line(gang2: Any, tmp_path: Path) -> None:

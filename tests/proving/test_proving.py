@@ -120,6 +120,7 @@ def prove_all(rank: int, world: int) -> None:
     with patch.object(spawned, "start_processes", forked):
         prove_a_plan()
         prove_a_plan_with_loaders()
+        prove_a_plan_that_cuts_layers()
         prove_with_wrong_arguments()
         prove_hooks()
 
@@ -205,6 +206,21 @@ def prove_a_plan_with_loaders() -> None:
     env = pk.Env.declare(world_size=2, device="cpu")
     plan = pk.build_plan(pk.Config(engine=pk.DDP()), model, **more, env=env)
     assert pk.prove(plan, model, batches(), loss=loss, optimizer=optimizer).fine
+
+
+def prove_a_plan_that_cuts_layers() -> None:
+    """Its two processes read the same samples: one batch for each micro-batch of both."""
+    rows = pk.tp.TPPlan((pk.tp.TPLayer("inner", "colwise"), pk.tp.TPLayer("outer", "rowwise")))
+    cfg = pk.Config(engine=pk.TensorParallel(), tp_plan=rows, optimizer=pk.optim.SGD(lr=0.1), accumulation=2)
+    model = make()
+    model.get_submodule("drop").p = 0.0  # one inside of cut layers is compared with nothing
+    plan = pk.build_plan(cfg, model, env=env_of_two())
+    proof = pk.prove(plan, model, batches()[:2], loss=loss)
+    assert proof.fine, str(proof)
+    assert len(proof.facts.gradients) == 4
+    said = "2 processes, of which each 2 read the same samples, with 2 micro-batches a step read 2 batches, and 1 were"
+    with pytest.raises(ValueError, match=said):
+        pk.prove(plan, model, batches()[:1], loss=loss)
 
 
 SCRIPT = """

@@ -442,6 +442,58 @@ def test_ranks_with_gradients_of_other_parameters_are_refused_in_any_window_that
         assert ("FSDP2(reduce_unused=True) reduces zeros where every rank runs" in apart) is (engine == "FSDP2")
 
 
+def leaves_out(rank: int, world: int, before: int, accumulation: int, weighs: bool) -> tuple[list[str], str, bool]:
+    """What refuses windows through both layers, then one in whose last micro-batch rank 0 takes the first alone.
+
+    And whether that one moved a weight.
+    """
+    del world
+    ready = prepared_to_choose("DDP", accumulation=accumulation)
+    said: list[str] = []
+    for at in range(1, before + 2):
+        weights = values(ready)
+        try:
+            for micro in range(1, accumulation + 1):
+                chosen = (0,) if not rank and (at, micro) == (before + 1, accumulation) else (0, 1)
+                loss = ready.model(torch.full((2, 4), rank + 1.0), chosen).mean()
+                ready.backward(loss, mean_over=8 if weighs else None)
+                ready.step()
+            said.append("")
+        except RunRefused as error:
+            said.append(str(error))
+    return said[:before], said[before], values(ready) != weights
+
+
+@pytest.mark.parametrize(
+    ("before", "accumulation", "weighs"), [(0, 1, False), (3, 1, True), (0, 2, False), (1, 2, True)]
+)
+def test_what_ddp_waits_for_on_one_rank_alone_refuses_on_all_and_names_the_rank_in_a_window_that_is_looked_at(
+    gang2: Gang, before: int, accumulation: int, weighs: bool
+) -> None:
+    for together, apart, moved in gang2.run(leaves_out, before, accumulation, weighs, timeout=90):
+        assert together == [""] * before
+        assert "at model.of.1.weight: DDP waits for 1 gradient that never came on rank 0: `of.1.weight`" in apart
+        assert "find_unused_parameters=True" in apart
+        assert apart.count("error ") == 1
+        assert not moved
+
+
+@pytest.mark.parametrize(("accumulation", "weighs"), [(1, False), (2, True)])
+def test_what_ddp_waits_for_on_one_rank_alone_refuses_on_that_rank_in_a_window_that_is_not(
+    gang2: Gang, accumulation: int, weighs: bool
+) -> None:
+    (_, apart, moved), (_, other, _) = gang2.run(leaves_out, 2, accumulation, weighs, timeout=90)
+    assert "at model.of.1.weight: DDP waits for 1 gradient that never came on rank 0: `of.1.weight`" in apart
+    assert (moved, other) == (False, ""), "the others hear of it as of any rank that ends"
+
+
+def test_a_layer_that_each_rank_takes_alone_under_ddp_is_waited_for_and_not_said_to_be_of_nobody(gang2: Gang) -> None:
+    for together, apart in gang2.run(each_its_own, "DDP", 0, timeout=90):
+        assert together == []
+        assert "DDP waits for 2 gradients that never came: `of.0.weight`, `of.1.weight`" in apart
+        assert apart.count("error ") == 1
+
+
 def once_its_own(rank: int, world: int, engine: str, at: int) -> list[str]:
     """What refuses five windows, in one of which each rank takes another layer, and the end."""
     del world

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from attrs import evolve
@@ -133,6 +134,34 @@ def ddp_state(path: str, module: DistributedDataParallel) -> DDPFacts:
         hook=", ".join(getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(module, "_comm_hooks", ())),
         waits=not (module.find_unused_parameters or module.static_graph),
     )
+
+
+def reduced(module: DistributedDataParallel) -> tuple[nn.Parameter, ...]:
+    """What DDP reduces, in the order in which its reducer numbers it (torch ``_build_params_for_reducer``)."""
+    told = set(module.parameters_to_ignore)
+    found = {
+        param: None
+        for path, inner in module.module.named_modules()
+        for name, param in inner.named_parameters(recurse=False)
+        if param.requires_grad and f"{path}.{name}" not in told
+    }
+    return tuple(found)
+
+
+def awaited(module: DistributedDataParallel, numbered: Sequence[nn.Parameter]) -> tuple[nn.Parameter, ...]:
+    """The parameters whose gradients DDP waits for since this rank's last backward that averages. Asks no other rank.
+
+    torch tells their numbers in what it refuses the next forward with (``Reducer::ensure_prior_reduction_finished``).
+    ``numbered``: what ``reduced`` gave when the model was wrapped.
+    """
+    try:
+        module._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch has no types
+    except RuntimeError as error:
+        told = re.search(r"indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if told is None:
+            raise
+        return tuple(numbered[int(at)] for at in told[1].split())
+    return ()
 
 
 def _ignored(module: DistributedDataParallel, first: dict[int, str]) -> tuple[str, ...]:

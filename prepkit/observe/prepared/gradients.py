@@ -162,7 +162,8 @@ def judged_alike(
 
     found = [*replicas(model), (None, _bare(model))]  # which somebody may have averaged by hand
     groups = [(group, alike & common) for group, alike in found] if len(everyone) > 1 else []
-    return evolve(judged(looked, own, model, groups, spread, scaled=scaled), divided=apart)
+    lacks = tuple(rank for rank, yes in enumerate(table[:, 0].any(1).tolist()) if yes)
+    return evolve(judged(looked, own, model, groups, spread, scaled=scaled), divided=apart, awaited_on=lacks)
 
 
 def judged(

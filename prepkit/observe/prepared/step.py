@@ -197,6 +197,9 @@ class StepLook:
 
         same = replicas(self.model) if reduced else []
         found = judged(looked, own, self.model, same, spread, reduced=reduced, scaled=scaled)
+        if found.awaited and any(one.waits for one in facts.ddp):  # as every rank has found
+            lacks = world().gather(bool(own[0].any()))
+            found = evolve(found, awaited_on=tuple(rank for rank, yes in enumerate(lacks) if yes))
         return evolve(facts, gradients=evolve(found, apart_before=bool(least[6] != most[6])))
 
     def _replicas(self) -> dict[str, int]:

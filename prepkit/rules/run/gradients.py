@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import at, count, some
+from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 
 def _nothing(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
-    if found is not None and found.stepped and len(found.missing) == found.stepped:
+    if found is not None and found.stepped and len(found.missing) == found.stepped and not found.on_some_ranks:
         yield Hit("optimizer", f"None of {count(found.stepped, 'parameter')} that it is about to step has a gradient.")
     elif found is not None and found.zero:
         what = f"Every gradient of {count(found.stepped, 'parameter')} that it is about to step is zero."
@@ -94,9 +94,15 @@ def _cause(facts: RunFacts) -> str:
 def _waited_for(facts: RunFacts) -> Iterator[Hit]:
     """DDP averages no bucket of which one gradient never comes, so that ranks step gradients of their own."""
     found = facts.gradients
-    if found is not None and len(found.missing) < found.stepped and _waits(facts):
-        what = f"DDP waits for {count(len(found.awaited), 'gradient')} that never came: {some(found.awaited)}"
-        yield Hit(at(found.awaited[0]), f"{what}. It has averaged nothing that shares a bucket with them.")
+    if found is None or not _waits(facts) or not (len(found.missing) < found.stepped or found.on_some_ranks):
+        return
+    what = f"DDP waits for {count(len(found.awaited), 'gradient')} that never came"
+    if 0 < len(found.awaited_on) < facts.world_size:
+        who = f"on rank{'s' * (len(found.awaited_on) > 1)} {spans(found.awaited_on)}"
+        yield Hit(at(found.awaited[0]), f"{what} {who}: {some(found.awaited)}.", _FINDS)
+        return
+    then = "It has averaged nothing that shares a bucket with them."
+    yield Hit(at(found.awaited[0]), f"{what}: {some(found.awaited)}. {then}")
 
 
 def _waits(facts: RunFacts) -> bool:
@@ -106,6 +112,8 @@ def _waits(facts: RunFacts) -> bool:
 
 def _on_some_ranks(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
+    if _waits(facts):
+        return  # an error there
     if found is not None and found.on_some_ranks:
         what = f"{count(len(found.on_some_ranks), 'parameter')} with a gradient on some ranks, and none on others"
         mixed = f" {found.by} has added gradients of other parameters to them." if found.by in _IN_A_ROW else ""
@@ -138,6 +146,10 @@ _IN_A_ROW = ("FSDP2", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 
 _ELSE = "Else freeze what takes no part in the loss; look for a .detach(), .item() or no_grad() on the way to it."
 _SAME = "Run the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out."
+_FINDS = (
+    "Write find_unused_parameters=True for DDP, which then averages zeros for a rank that leaves a layer out, or run "
+    "the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out."
+)
 _REDUCE_UNUSED = (
     "FSDP2(reduce_unused=True) reduces zeros where every rank runs the unit that holds them, but cannot help with a "
     "unit that only some ranks run."
@@ -157,7 +169,7 @@ RULES: tuple[Rule, ...] = (
         id="run.gradients-waited-for",
         summary="DDP gets every gradient that it waits for.",
         check=_waited_for,
-        at=_BOTH,
+        at=(Moment.FIRST_STEP, Moment.DUE, Moment.STEP, Moment.AUDIT),
         needs=(Need.GRADIENTS,),
         fix=(
             "Write find_unused_parameters=True for DDP, or freeze them with requires_grad_(False) before the model is "
