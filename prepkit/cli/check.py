@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from attrs import fields_dict
 
 from prepkit.cli import plan_files as cli_refusal
-from prepkit.cli.examined import MISSING, Checked, examined, files_found
+from prepkit.cli.examined import MISSING, Checked, examined
 from prepkit.cli.options import Cluster
 from prepkit.cli.terminal import say, say_as_it_is, say_json
 from prepkit.config import LoadWeights
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected, Severity, errors
 from prepkit.findings.text import with_names
+from prepkit.formats.found import files_found
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import READERS
 from prepkit.formats.importers.source import read as read_source

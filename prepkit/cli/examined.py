@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 from attrs import evolve, field, frozen
@@ -24,7 +24,7 @@ from prepkit.config import AdamW, Origin
 from prepkit.config.origin import origin_of
 from prepkit.facts import Env, Facts, ModelFacts
 from prepkit.findings import Finding, PlanRejected, Severity
-from prepkit.formats.found import Found, below, found, is_record, is_script
+from prepkit.formats.found import Found, files_found, found
 from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import JSON, READERS, Imported, Source
 from prepkit.formats.importers.source import read as read_source
@@ -201,18 +201,6 @@ def _once(pairs: Iterable[_Placed]) -> tuple[_Placed, ...]:
 
 def _real(path: str) -> str:
     return str(Path(path).resolve())
-
-
-def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
-    """Return what lies there and is of any concern; ``kind``: whose config each of them is."""
-    every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
-    founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
-    if len(paths) == 1 and not founds and not Path(paths[0]).is_dir() and (kind or not is_record(paths[0])):
-        sort: Literal["script", "config"] = "script" if is_script(paths[0]) else "config"
-        founds = [Found(path=paths[0], sort=sort, kind=kind or "", why="it was named")]
-    if kind is not None:
-        founds = [evolve(one, sort="config", kind=kind, why="--from says so") for one in founds]
-    return founds
 
 
 def _started(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from attrs import fields_dict, frozen
+from attrs import evolve, fields_dict, frozen
 
 from prepkit.codec import LARGEST
 from prepkit.config import Config
@@ -283,6 +283,18 @@ _OPEN = re.compile(
 )
 """A value of JSON that stands for another one."""
 _JSON_MARKS = ("engine", "kind", *sorted({key for _, groups in _TELLS for key in groups[0]}))
+
+
+def files_found(paths: tuple[str, ...], kind: str | None) -> list[Found]:
+    """Return what lies there and is of any concern; ``kind``: whose config each of them is."""
+    every = [file for path in paths for file in (below(path) if Path(path).is_dir() else (path,))]
+    founds = [one for path in dict.fromkeys(every) if (one := found(path)) is not None]
+    if len(paths) == 1 and not founds and not Path(paths[0]).is_dir() and (kind or not is_record(paths[0])):
+        sort: Literal["script", "config"] = "script" if is_script(paths[0]) else "config"
+        founds = [Found(path=paths[0], sort=sort, kind=kind or "", why="it was named")]
+    if kind is not None:
+        founds = [evolve(one, sort="config", kind=kind, why="--from says so") for one in founds]
+    return founds
 
 
 def below(folder: str) -> Iterator[str]:

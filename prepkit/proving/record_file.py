@@ -28,6 +28,14 @@ KEY = "prepkit.record"
 """Of the header among the file's metadata."""
 
 
+LARGEST = 4 << 30
+"""Bytes that a record may take on a rank."""
+
+
+class TooLarge(ValueError):
+    """A record would take more memory than it may, or cannot be made; the text says which."""
+
+
 @frozen(kw_only=True)
 class HeldPart:
     """One parameter: which part of it this rank holds, and who steps it."""

@@ -45,7 +45,7 @@ from prepkit.proving.hooks import (
     with_gradients,
 )
 from prepkit.proving.loss_graph import given_gradients, lowest_dtype, seed_of, weights_of
-from prepkit.proving.record_file import Head, Record
+from prepkit.proving.record_file import LARGEST, Head, Record, TooLarge
 from prepkit.proving.steppers import (
     Clipping,
     Turns,
@@ -65,12 +65,6 @@ from prepkit.ranks.world import world
 from prepkit.training.token_loss import TokenWindow
 
 BACKWARD, GRAD = inspect.signature(torch.autograd.backward), inspect.signature(torch.autograd.grad)
-LARGEST = 4 << 30
-"""Bytes that a record may take on a rank."""
-
-
-class TooLarge(ValueError):
-    """A record would take more memory than it may, or cannot be made; the text says which."""
 
 
 @define(kw_only=True)

@@ -21,8 +21,8 @@ from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding
 from prepkit.proving.called import digest
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
-from prepkit.proving.record_file import Record, write
-from prepkit.proving.recorder import Recorder, TooLarge
+from prepkit.proving.record_file import Record, TooLarge, write
+from prepkit.proving.recorder import Recorder
 from prepkit.proving.steppers import given_to
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world

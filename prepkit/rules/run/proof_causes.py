@@ -24,7 +24,6 @@ MARGIN = 8.0
 lower dtype."""
 MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
-
 NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
 LEAST = 2
