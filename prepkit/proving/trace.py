@@ -154,8 +154,9 @@ def on_calls(root: nn.Module, enters: Callable[..., None], leaves: Callable[...,
     last, hooks = root.register_forward_hook(leaves), cast("OrderedDict[int, Any]", root._forward_hooks)
 
     def begins(*call: Any) -> None:
-        hooks.move_to_end(last.id)  # behind those that came later: the loop gets what they return
-        enters(*call)
+        if last.id in hooks:  # else it was taken off in this very call
+            hooks.move_to_end(last.id)  # behind those that came later: the loop gets what they return
+            enters(*call)
 
     stack.callback(last.remove)
     stack.callback(root.register_forward_pre_hook(begins, prepend=True, with_kwargs=True).remove)
