@@ -96,8 +96,12 @@ class Cluster:
         return () if size is None else (LoaderFacts(batch_size=size, length=None, sampler="sequential"),)
 
     def filled_by(self, imported: Imported) -> Cluster:
-        """The same with what the file itself says, where the command line says nothing."""
-        size, optimizer = self.batch_size or imported.batch_size, self.optimizer or imported.optimizer
+        """The same with what the file itself says, where the command line says nothing.
+
+        An optimizer of the class that the file has takes the file's numbers.
+        """
+        size, own = self.batch_size or imported.batch_size, imported.optimizer
+        optimizer = own if self.optimizer is None or type(own) is type(self.optimizer) else self.optimizer
         return evolve(self, batch_size=size, optimizer=optimizer)
 
     def envs(

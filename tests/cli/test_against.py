@@ -172,6 +172,17 @@ def test_the_optimizer_that_is_named_is_the_one_that_is_counted(optim: str, kind
     assert (asked or {}).get("kind") == kind
 
 
+def test_the_numbers_of_a_file_are_those_of_the_optimizer_that_is_typed_again(folder: Path) -> None:
+    Path("here/ta.yaml").write_text("output_dir: o\nper_device_train_batch_size: 2\nlearning_rate: 2.0e-6\n")
+    rates = {}
+    for name in ("adamw", "sgd"):
+        words = ("--model", "m", "--world-size", "2", "--device", "cuda", "--optimizer", name, "-o", "plan.json")
+        assert run("plan", "here/ta.yaml", *words).exit_code == 0
+        optimizer = json.loads(Path("plan.json").read_text())["plan"]["config"]["optimizer"]
+        rates[optimizer["kind"]] = optimizer["lr"]
+    assert rates == {"AdamW": 2e-6, "SGD": 1e-3}
+
+
 def test_a_value_that_a_plan_does_not_say_is_told_with_the_option_that_says_it_where_there_is_one(
     folder: Path,
 ) -> None:
