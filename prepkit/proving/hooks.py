@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -419,14 +420,18 @@ class Around:
 
 
 def heard(hook: Callable[..., Any], fails: Callable[[Exception], None]) -> Callable[..., Any]:
-    """The hook; what it raises is told to ``fails``, and is not raised into the run."""
+    """The hook; what it raises is told to ``fails``, a method, and is not raised into the run.
+
+    Whose method it is does not live on for it: a hook that hangs on an output of a graph would keep the graph.
+    """
+    method = weakref.WeakMethod(fails)
 
     def listens(*args: Any, **kwargs: Any) -> Any:
         try:
             return hook(*args, **kwargs)
         except Exception as error:  # whatever a program trains
-            fails(error)
-            return None
+            told = method()
+            return None if told is None else told(error)
 
     return listens
 
