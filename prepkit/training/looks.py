@@ -267,7 +267,8 @@ class Looks:
 
     def _ask_awaited(self) -> None:
         """Raises ``RunRefused`` on the rank alone on which DDP has waited: others have ended their windows."""
-        if names := tuple(name for name in self.look.known().values() if name in self._awaited):
+        if self._awaited:
+            names = tuple(filter(self._awaited.__contains__, self.look.known().values()))
             found = GradientFacts(stepped=len(self._reduced), missing=names, awaited=names, awaited_on=(world().rank,))
             facts = evolve(self.look.changes(), gradients=found, world_size=self.plan.world_size)
             self.court.ask(Moment.STEP, facts)
