@@ -86,7 +86,7 @@ def first(
 
 
 MISSING = "2 parameters of 4 that are about to be stepped have no gradient: `unused.weight`, `unused.bias`."
-RULES = 10
+RULES = 11
 """Asked at the first step."""
 
 
