@@ -150,7 +150,7 @@ def test_what_stays_whole_trains_saves_resumes_and_exports_as_in_one_process(
             torch.testing.assert_close(after[name], value, atol=1e-5, rtol=1e-4)
         assert {"logit_scale", *SCALARS} <= set(whole)
         assert ("projection.weight" in whole, "vision.layers.0.linear.weight" in whole) == (freezes, freezes)
-        assert len(told) == 10
+        assert len(told) == 11
     for name, value in load_file(tmp_path / "whole" / "model.safetensors").items():
         torch.testing.assert_close(value, weights[name], atol=1e-5, rtol=1e-4)
 
