@@ -91,14 +91,14 @@ FAULTS: dict[str, Fault] = {
     "clipped at each": Fault("prove.clipped-scaled", "before the last micro-batch", grads=_clipped, each=True),
     "dropped": Fault("prove.no-gradient", "head.bias", grads=_one_dropped),
     "fivefold": Fault("prove.ratio", "5.000 x", grads=_head_fivefold),
-    "signs": Fault("prove.direction", "cosine", grads=_signs),
+    "signs": Fault("", grads=_signs),  # alike on all ranks: a rule of the program's own, which is right
     "one rank's": Fault("prove.direction", grads=_of_rank_0),
     "rate by rank": Fault("prove.options", "lr of group 0"),
     "same samples": Fault("prove.same-samples", "same samples"),
     "not stepped": Fault("prove.not-stepped", "head.weight"),
     "not prepared": Fault("prove.not-averaged", "each rank's own"),
     "never sent": Fault("prove.not-averaged", "each rank's own"),
-    "called inside": Fault("prove.not-averaged", "each rank's own"),
+    "called inside": Fault("prove.past-wrapper", "each rank's own"),
     "thawed after": Fault("prove.not-averaged", "head` are each"),
     "other weights": Fault("prove.first-weights", "Rank 1 has other first weights"),
 }
@@ -305,7 +305,7 @@ LIBRARIES: dict[str, Callable[[OfLibrary, int, int], Window]] = {
     "trainer": _trainer,
     "deepspeed": _deepspeed,
 }
-GRADS = ("summed", "divided", "clipped at each", "dropped", "fivefold", "signs")
+GRADS = ("summed", "divided", "clipped at each", "dropped", "fivefold")
 AROUND = ("rate by rank", "same samples", "not stepped")
 PREPARED = ("not prepared", "never sent", "called inside", "thawed after", "other weights")
 MADE: dict[str, tuple[str, ...]] = {
@@ -329,4 +329,4 @@ RIGHT_BY_LIBRARIES: tuple[tuple[OfLibrary, int], ...] = tuple(
     for low in (False, True)
     for stage in (range(4) if library == "deepspeed" else (0,))
     for ranks in ((2,) if low else (2, 4))
-)
+) + tuple((OfLibrary(library, "signs"), 2) for library in ("accelerate", "fabric", "lightning"))
