@@ -228,8 +228,9 @@ def mixes_empty(model: nn.Module) -> tuple[str, ...]:
 
 
 def _zips_weights(node: ast.AST) -> bool:
-    zipped = isinstance(node, ast.Call) and _name(node) == "zip"
-    return isinstance(node, ast.Call) and zipped and sum(_weights(one, "param") for one in node.args) > 1
+    if not isinstance(node, ast.Call) or _name(node) != "zip":
+        return False
+    return sum(_weights(one, "param") for one in node.args) > 1
 
 
 def _mixes(node: ast.AST, targets: Container[str]) -> TypeGuard[ast.stmt]:
