@@ -23,7 +23,7 @@ found = rules.found
 """The finding of a row by its id, for whoever has met what it forbids and knows nothing else of the law book."""
 
 
-@define(kw_only=True)
+@define(kw_only=True, eq=False, repr=False)
 class Court:
     """What one run has been accused of: which errors its config accepts, and which warnings were reported."""
 

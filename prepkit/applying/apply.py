@@ -48,7 +48,7 @@ ENDED = "the process group was ended, so that no rank waits in it for another th
 """Told where a process group was ended after a failure inside a collective, although the plan had not started it."""
 
 
-@frozen(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, repr=False)
 class Applied:
     """What a plan has become: the objects, and what was verified of them."""
 
@@ -101,7 +101,7 @@ class NotAsPlanned(RunRefused):
         self.args = (f"{attestation}\nbuild model and optimizer again before the next apply",)
 
 
-@frozen(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, repr=False)
 class Arrived:
     """The objects that a plan is to be applied to, and how they compare with the plan."""
 

@@ -126,7 +126,7 @@ NO_ENGINE = skipped("TransformerEngine runs on a GPU only")
 NO_XLA = skipped("torch_xla has no device without data")
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class StepKind:
     """What ``apply`` and ``rehearse`` know of one kind of step."""
 
@@ -175,8 +175,8 @@ KINDS: dict[type, StepKind] = {
     steps.RebindOptimizer: StepKind("optimizer.REBIND", "steps.rebound", as_written),
     steps.CreateOptimizer: StepKind("optimizer.CREATE", "steps.created", as_written),
     steps.CreateGradScaler: StepKind("gradients.SCALER", "steps.grad_scaler", on_cpu),
-    steps.ShardLoader: StepKind("loaders.SHARD", "steps.divided", NO_LOADERS),
-    steps.WrapLoader: StepKind("loaders.WRAP", "steps.wrapped", NO_LOADERS),
+    steps.ShardLoader: StepKind("loaders.SHARD", "loaders.divided", NO_LOADERS),
+    steps.WrapLoader: StepKind("loaders.WRAP", "loaders.wrapped", NO_LOADERS),
     steps.ConvertFP8Linears: StepKind("fp8.CONVERT", "forward.converted", where_torchao_is),
     steps.ConvertTransformerEngine: StepKind("transformer_engine.CONVERT", "forward.engine", NO_ENGINE),
     steps.AutocastFP8Forward: StepKind("transformer_engine.AUTOCAST", "forward.autocast", NO_ENGINE),

@@ -72,7 +72,7 @@ SAMPLED = 64
 """Elements of each parameter that are compared before the first step, evenly spaced from the first to the last."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Before:
     """Values before the first step, of what this rank has whole."""
 
@@ -97,8 +97,8 @@ def before(plan: Plan, model: Module, buffers: Mapping[str, Tensor], *, fingerpr
 
 def compared(
     facts: RunFacts, applied: AppliedFacts, plan: Plan, live: LiveModel, earlier: Before
-) -> tuple[RunFacts, dict[str, int]]:
-    """The facts with what has changed and what ranks differ in, and the fingerprints that were asked for.
+) -> tuple[RunFacts, dict[str, str]]:
+    """The facts with what has changed and what ranks differ in, and name to fingerprint of what was asked for.
 
     Collective where a group runs that carries data, for every rank of it alike: 32 bytes for the buffers and for what
     was overwritten, or all digests where they differ; and what ``fingerprints`` takes.
@@ -110,13 +110,13 @@ def compared(
     own = any(isinstance(step, WrapDDP) and not step.broadcast_buffers for step in steps)  # each rank keeps its own
     parted, odd, other = _unlike({} if own else now, earlier.sample)
     if earlier.weights is None:
-        prints: dict[str, int] = {}
+        prints: dict[str, str] = {}
     else:
         found = fingerprints.fingerprints(live.target.model)
         filled = any(isinstance(step, InitializeTensors | ReadTensors) for step in steps)
         kept = {} if filled or (sent and facts.rank) else earlier.weights
         changed += [name for name in kept if found.values.get(name, kept[name]) != kept[name]]
-        parted, prints = (*parted, *found.parted), found.values
+        parted, prints = (*parted, *found.parted), {name: as_hex(value) for name, value in found.values.items()}
     applied = evolve(applied, changed=tuple(changed), odd_ranks=odd, overwritten=other)
     return evolve(facts, parted=parted, applied=applied), prints
 
@@ -220,13 +220,13 @@ def verify(plan: Plan, target: Target, *, rehearsed: bool = False, before: Befor
     facts = after_apply(plan, live, world().rank, rehearsed=rehearsed)
     steps = (one for planned in plan.steps for one in KINDS[type(planned.step)].verify(planned.step, live))
     applied = evolve(facts.applied or AppliedFacts(), steps=tuple(steps))
-    facts, prints = evolve(facts, applied=applied), dict[str, int]()
+    facts, prints = evolve(facts, applied=applied), dict[str, str]()
     if before is not None:
         facts, prints = compared(facts, applied, plan, live, before)
     return Attestation(
         rank=facts.rank,
         asked=answers(due(Moment.APPLY), Moment.APPLY, facts),
-        fingerprints=tuple((name, as_hex(prints[name])) for name in sorted(prints)),
+        fingerprints=tuple(sorted(prints.items())),
     )
 
 

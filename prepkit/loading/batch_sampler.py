@@ -20,7 +20,7 @@ from prepkit.loading.draws import Drawing, RandomState, drawn, set_epoch, with_o
 from prepkit.loading.rounds import Share, Tail, length, rounds
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class SeededOrder:
     """The indices of a data set, as torch's ``DistributedSampler`` of one part draws them from seed and epoch.
 
@@ -45,7 +45,7 @@ class SeededOrder:
         self.epoch = epoch
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class RankBatches:
     """Draws the batches of all ranks in one order, and yields this rank's.
 

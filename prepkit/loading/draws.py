@@ -14,7 +14,7 @@ from attrs import define, frozen
 from torch.utils.data import IterableDataset, Sampler
 
 
-@define
+@define(eq=False, repr=False)
 class RandomState:
     """The states of torch's, Python's and numpy's common generators, apart from those of the process."""
 
@@ -81,7 +81,7 @@ def as_they_were(*, resumed: bool) -> Iterator[None]:
         yield
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Drawing:
     """The states of all generators when a sampler began to draw, so that it can draw the same again."""
 

@@ -18,7 +18,7 @@ from prepkit.loading.streams import BatchRead
 from prepkit.ranks.world import ranks_of
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class ShardsSource:
     """A stream that gives each rank shards of its own, so that nobody knows how many batches the others have.
 
@@ -76,14 +76,14 @@ class ShardsSource:
         self.stream.restore(state)
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Failed:
     """Rank 0 could not read; sent to the others in the place of a batch."""
 
     text: str
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class DispatchedSource:
     """Rank 0 reads for all ranks, and sends to each its batch (behaviour DL-24)."""
 

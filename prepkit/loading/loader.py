@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from prepkit.loading.batch_sampler import RankBatches
 from prepkit.loading.draws import Drawing
 from prepkit.loading.joint_sources import BatchSource
-from prepkit.loading.sources import StreamSource
+from prepkit.loading.sources import IndexedSource, StreamSource
 from prepkit.loading.streams import BatchRead
 
 
-@define(kw_only=True, eq=False)
+@define(kw_only=True, eq=False, repr=False)
 class Loader:
     """A loader as it was prepared. Attributes that it does not have are those of the loader that it reads.
 
@@ -40,12 +40,12 @@ class Loader:
     """Number of the pass under way, or of the next one."""
     present: BatchRead | None = field(default=None, init=False)
     """What is known of the batch in use, without the batch; None outside a pass."""
-    watchers: list[Callable[[Loader], None]] = field(factory=list, init=False, repr=False)
+    watchers: list[Callable[[Loader], None]] = field(factory=list, init=False)
     """Called when ``present`` has changed."""
-    before_batch: Callable[[], None] | None = field(default=None, init=False, repr=False)
+    before_batch: Callable[[], None] | None = field(default=None, init=False)
     """Called before a batch is read of training data, while it can still be left to another run."""
-    _consumed: int = field(default=0, init=False, repr=False)
-    _begun: bool = field(default=False, init=False, repr=False)
+    _consumed: int = field(default=0, init=False)
+    _begun: bool = field(default=False, init=False)
     """True if the pass ``epoch`` has been begun in this process, so that the next one is another."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -100,6 +100,21 @@ class Loader:
     def at_window_end(self) -> bool:
         """True if the batch in use is the last of its pass, and ends the accumulation window."""
         return self.ends_window and self.present is not None and self.present.last
+
+    @property
+    def rank_batches(self) -> RankBatches | None:
+        """What divides its batches over the ranks by index; None for what is divided otherwise, or not at all."""
+        return self.source.batches if isinstance(self.source, IndexedSource) else None
+
+    @property
+    def divides_stream(self) -> bool:
+        """True if it divides a stream over the ranks."""
+        return isinstance(self.source, StreamSource) and self.source.divided is not None
+
+    @property
+    def stream_began(self) -> int:
+        """A digest of what its stream gave first, before it was divided; 0: there is none, or nobody can tell."""
+        return self.source.began if isinstance(self.source, StreamSource) else 0
 
     @property
     def batches_read(self) -> int:

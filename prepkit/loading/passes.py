@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from prepkit.court import refused
 from prepkit.facts.loop import BatchRead, PassEnded
-from prepkit.loading import draws
 from prepkit.loading.arguments import check_count
-from prepkit.loading.batch_sampler import RankBatches
-from prepkit.loading.loader import Loader
-from prepkit.loading.reduce import gather_for_metrics
-from prepkit.loading.sources import IndexedSource, StreamSource
+
+if TYPE_CHECKING:
+    from prepkit.loading.batch_sampler import RankBatches
+    from prepkit.loading.loader import Loader
 
 
-@define(eq=False)
+def prepared(loaders: tuple[Any, ...]) -> Iterator[Loader]:
+    """Yield those that apply has made; what reads them is imported once there are any."""
+    if loaders:
+        from prepkit.loading.loader import Loader
+
+        yield from (one for one in loaders if isinstance(one, Loader))
+
+
+@define(eq=False, repr=False)
 class Passes:
     """The loaders that are being read, and the batch in use."""
 
@@ -45,9 +52,8 @@ class Passes:
         self._watch(loaders)
 
     def _watch(self, loaders: tuple[Any, ...]) -> None:
-        for loader in loaders:
-            if isinstance(loader, Loader):
-                loader.watchers.append(self._changed)
+        for loader in prepared(loaders):
+            loader.watchers.append(self._changed)
 
     def stepping(self) -> None:
         """Takes note of a step that is about to be taken."""
@@ -60,8 +66,7 @@ class Passes:
     @property
     def epoch(self) -> int | None:
         """Number of the first pass over the training data that has batches left; None: no loader here counts them."""
-        counted = (one.open_epoch for one in self.loaders if isinstance(one, Loader) and not one.evaluation)
-        return next(counted, None)
+        return next((one.open_epoch for one in prepared(self.loaders) if not one.evaluation), None)
 
     @property
     def began(self) -> int:
@@ -76,27 +81,27 @@ class Passes:
     @property
     def divides_streams(self) -> bool:
         """Whether a loader here divides a stream over the ranks; the same on all of them."""
-        sources = (one.source for one in self.loaders if isinstance(one, Loader))
-        return any(isinstance(source, StreamSource) and source.divided is not None for source in sources)
+        return any(one.divides_stream for one in prepared(self.loaders))
 
     def unrepeatable(self) -> tuple[int, ...]:
         """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
-        return tuple(number for number, one in enumerate(self.loaders) if isinstance(one, Loader) and not one.repeats)
+        return tuple(self.loaders.index(one) for one in prepared(self.loaders) if not one.repeats)
 
     def _divided(self) -> Iterator[RankBatches]:
         """Yield what divides the loaders of training data over the ranks by index."""
-        for one in self.loaders:
-            if isinstance(one, Loader) and not one.evaluation and isinstance(one.source, IndexedSource):
-                yield one.source.batches
+        for one in prepared(self.loaders):
+            if not one.evaluation and one.rank_batches is not None:
+                yield one.rank_batches
 
     def rest(self) -> None:
         """Let the workers of all loaders go."""
-        for one in self.loaders:
-            if isinstance(one, Loader):
-                one.rest()
+        for one in prepared(self.loaders):
+            one.rest()
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass over each loader has this number, which gives its order. They advance by themselves too."""
+        from prepkit.loading import draws
+
         check_count("epoch", epoch, least=0)
         self.given_epoch = epoch
         for loader in self.loaders:
@@ -104,7 +109,7 @@ class Passes:
 
     def before_batch(self, act: Callable[[], None] | None) -> bool:
         """``act`` is called whenever a batch of training data is about to be read; False: no loader here will call."""
-        training = [loader for loader in self.loaders if isinstance(loader, Loader) and not loader.evaluation]
+        training = [loader for loader in prepared(self.loaders) if not loader.evaluation]
         for loader in training:
             loader.before_batch = act
         return bool(training)
@@ -113,6 +118,8 @@ class Passes:
         """Return what all ranks have made of the batches in use; see ``gather_for_metrics``."""
         if not self.under_way:
             raise refused("loop.gathered-outside-pass", "gather_for_metrics", "no batch of ready.loaders is in use")
+        from prepkit.loading.reduce import gather_for_metrics
+
         loader = self.under_way[-1]
         assert loader.present is not None, "one that is outside a pass is not in the list"
         return gather_for_metrics(value, loader.present, loader.part, began=_began(loader))
@@ -138,8 +145,7 @@ class Passes:
 
 
 def _began(loader: Any) -> int:
-    source = loader.source if isinstance(loader, Loader) else None
-    return source.began if isinstance(source, StreamSource) else 0
+    return next((one.stream_began for one in prepared((loader,))), 0)
 
 
 STREAMS = 8

@@ -156,7 +156,7 @@ def _as_given(joint: Tensor, leaf: Tensor | Number, how: How) -> Any:
     return joint.round().to(torch.int64 if leaf.dtype == torch.bool and how == "sum" else leaf.dtype)
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Told:
     """Description of one rank's value, exchanged before it is gathered."""
 

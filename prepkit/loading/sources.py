@@ -29,7 +29,7 @@ def rebuilt(loader: DataLoader[Any], **changes: Any) -> Any:
     return made
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class IndexedSource:
     """A loader over a data set with indices. Which batch is the last is known from the indices, before it is read."""
 
@@ -91,7 +91,7 @@ def _told(batch: Any, share: Share) -> BatchRead:
     return BatchRead(batch, len(share.items), share.counted, share.consumed, share.last)
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class StreamSource:
     """A stream, or any iterable of batches. It reads one batch ahead, to know which is the last."""
 

@@ -75,7 +75,7 @@ class StreamPart(IterableDataset[Share]):
             yield batch
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class CollateShare:
     """Collates the samples of a share as the given loader would, and passes on what is known of them."""
 

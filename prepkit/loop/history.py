@@ -16,7 +16,7 @@ _LONGEST = 12
 """Events of the longest turn that is recognised as one that repeats itself."""
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class History:
     """The last events of a loop, the newest last. ``str`` is a line for each turn, with how often it came in a row."""
 

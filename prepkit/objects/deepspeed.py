@@ -145,7 +145,7 @@ def forget_groups() -> None:
     groups.mesh_device = groups.mpu = None
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class DataRanks:
     """Tells DeepSpeed how many ranks see different data. By itself it counts all of them, also those of one model."""
 

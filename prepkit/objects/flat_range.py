@@ -18,7 +18,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], int]
 """Offsets, sizes, and which element of the run is its first."""
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class FlatRange:
     """Elements ``start`` to ``start + len(values)`` of a tensor of this shape. torch's ``_Checkpointable`` protocol."""
 

@@ -17,7 +17,7 @@ from prepkit.objects import names
 from prepkit.objects.local_part import differs
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class FlatShard:
     """Where one named parameter lies in the flat parameter of its unit, and which of its elements are on this rank."""
 

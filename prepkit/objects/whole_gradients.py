@@ -18,7 +18,7 @@ from prepkit.objects.local_part import local
 from prepkit.ranks.world import ranks_of
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class WholeGradients:
     """Averages them over groups of ranks, one after the other; collective.
 

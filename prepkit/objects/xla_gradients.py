@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from prepkit.ranks.world import average_on_xla
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class XLAGradients:
     """Averages them over all processes, once per step of the optimizer; collective.
 

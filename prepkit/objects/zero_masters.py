@@ -32,7 +32,7 @@ HALF = {"FP16_Optimizer": "fp32_groups_flat", "FP16_UnfusedOptimizer": "fp32_gro
 """Float16 without ZeRO: every rank holds all master weights, flat per group or one by one."""
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Master:
     """A run of one parameter's master weights: ``numel`` elements from ``start`` on, at ``at`` of a flat tensor."""
 

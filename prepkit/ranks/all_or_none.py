@@ -60,7 +60,7 @@ LOOK_S = 1.0
 """Seconds between two looks at them."""
 
 
-@define(kw_only=True)
+@define(kw_only=True, eq=False, repr=False)
 class RankGuard:
     """Guards one apply on one rank: brings the ranks together at barriers, and tells them when one has failed.
 
@@ -77,9 +77,9 @@ class RankGuard:
     """The store over which the process group is still to be started; None where one runs."""
     prefix: str = field(init=False)
     """Of the keys of this apply. Each rank counts its applies in the store, so that a new one starts afresh."""
-    keys: PatientStore = field(init=False, repr=False)
+    keys: PatientStore = field(init=False)
     """The part of the store under ``prefix``."""
-    peers: Peers = field(init=False, repr=False)
+    peers: Peers = field(init=False)
     """The other ranks, while this apply goes on and afterwards."""
     barriers: int = field(default=0, init=False)
     """How many barriers this rank has entered; the next one's number."""

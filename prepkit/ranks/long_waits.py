@@ -48,7 +48,7 @@ class Doing:
     """True if it is still in that call."""
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class LongWaits:
     """The thread of one rank; it ends with ``stop``, with this object, and with the process."""
 

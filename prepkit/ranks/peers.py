@@ -103,7 +103,7 @@ def _stat(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-@define
+@define(eq=False, repr=False)
 class Peers:
     """The ranks of one apply. Reads and writes under ``prefix`` in the store."""
 
@@ -121,7 +121,7 @@ class Peers:
     """How often it has come to ``meet``."""
     entered: float | None = field(default=None, init=False)
     """When it came into the call that it is in, by ``time.monotonic``; None: it is in none."""
-    at_exit: Callable[[], None] | None = field(default=None, init=False, eq=False, repr=False)
+    at_exit: Callable[[], None] | None = field(default=None, init=False, eq=False)
     """Leaves the last words of this rank; see ``report_end``."""
     _heard: dict[int, tuple[str, float]] = field(factory=dict, init=False)
     """The last beat of a rank, and when it was new."""

@@ -43,7 +43,7 @@ def meet(timeout_s: float) -> tuple[Store, int, int]:
     return meeting.store, meeting.address.rank, meeting.address.world
 
 
-@define
+@define(eq=False, repr=False)
 class Meeting:
     """One launch, as this rank takes part in it."""
 

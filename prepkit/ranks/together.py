@@ -20,7 +20,7 @@ from prepkit.ranks.within import PatientStore, check_limit
 from prepkit.ranks.world import world
 
 
-@define
+@define(eq=False, repr=False)
 class _Shared:
     """Where nested calls of ``together`` find the guard that they share."""
 

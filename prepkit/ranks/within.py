@@ -32,7 +32,7 @@ LOOK_S = 0.5
 """Seconds between two calls of ``meanwhile``."""
 
 
-@define
+@define(eq=False, repr=False)
 class _Caller:
     """A thread that makes calls for others, one at a time."""
 
@@ -106,7 +106,7 @@ def own_connection(store: Store) -> Store | None:
     return None if clone is None else clone()
 
 
-@define
+@define(eq=False, repr=False)
 class PatientStore:
     """A rendezvous store whose every answer comes within ``limit_s`` seconds, or ``NoAnswer``.
 

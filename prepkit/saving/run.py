@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prepkit.saving.session import Checkpoints
 
 
-@frozen(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, repr=False)
 class RunParts:
     """All of a run that a checkpoint is made of, or is read into, at one moment."""
 
@@ -41,7 +41,7 @@ class RunParts:
     """Called by a resume before the positions of the loaders are put back."""
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class RunCheckpoints:
     """The checkpoints of one run: ``ready.checkpoints``."""
 

@@ -28,7 +28,7 @@ from prepkit.ranks.world import ranks_of
 from prepkit.training import left_out
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Driver:
     """What one engine does in a training loop; where a field is None, ``Prepared`` does it itself."""
 
@@ -52,7 +52,7 @@ class Driver:
     """Ends a micro-batch, and clips, steps and clears at the end of a window; None: the caller does."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Stepped:
     """What became of one micro-batch in an engine that steps by itself."""
 

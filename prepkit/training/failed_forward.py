@@ -56,7 +56,7 @@ def compiled_whole(plan: Plan) -> bool:
     return any(isinstance(one.step, CompileModules) and "" in one.step.paths for one in plan.steps)
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Explains:
     """A hook of the outermost module, which torch calls after a forward, also after one that has failed."""
 

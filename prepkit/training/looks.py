@@ -59,7 +59,7 @@ Loss = tuple[torch.Tensor, "Count | None"]
 """A loss, and the number of tokens that it is a mean over; None: none was given."""
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, kw_only=True, repr=False)
 class Looks:
     """Asks the rules of ``Moment.STEP``, ``DUE``, ``FIRST_STEP`` and ``SAVE``, with one look and one exchange."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, evolve, field
@@ -27,8 +27,6 @@ from prepkit.loading.passes import Passes
 from prepkit.loop import History, Junction, Refused, advance, orders
 from prepkit.loop.orders import Order
 from prepkit.objects.joint_optimizer import members, tick, ticks_left
-from prepkit.objects.whole_gradients import WholeGradients
-from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.ranks.world import world
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
@@ -36,6 +34,10 @@ from prepkit.training.failed_forward import explain_backward
 from prepkit.training.marks import Marks
 from prepkit.training.token_loss import Count, TokenWindow
 from prepkit.training.watching import Removable, averages_nothing, watched
+
+if TYPE_CHECKING:
+    from prepkit.objects.whole_gradients import WholeGradients
+    from prepkit.objects.xla_gradients import XLAGradients
 
 Closure = Callable[[], Any]
 
@@ -45,7 +47,7 @@ QUOTED = 3
 """Lines of the history that a refusal quotes."""
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, kw_only=True, repr=False)
 class Loop:
     """Where the loop of one prepared model is, what has happened lately, and who carries out what follows."""
 

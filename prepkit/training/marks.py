@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from prepkit.facts.loop import Gradients, LoopPlan, LoopState
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class Marks:
     """Looks at all gradients in the first window, and at those of one parameter in the others."""
 

@@ -33,8 +33,6 @@ from prepkit.objects import joint_optimizer
 from prepkit.objects.bare_tree import guard_save
 from prepkit.objects.deepspeed import give_back_linear
 from prepkit.objects.unwrap import unwrap
-from prepkit.objects.whole_gradients import WholeGradients
-from prepkit.objects.xla_gradients import XLAGradients
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Asked, Attestation
@@ -53,6 +51,10 @@ from prepkit.training.loop import Closure, Loop
 from prepkit.training.run_log import RunLog
 from prepkit.training.run_ranks import RunRanks
 from prepkit.training.token_loss import Count
+
+if TYPE_CHECKING:
+    from prepkit.objects.whole_gradients import WholeGradients
+    from prepkit.objects.xla_gradients import XLAGradients
 
 MOVED = {
     "barrier": "ready.ranks.barrier(name)",

@@ -11,23 +11,22 @@ from attrs import define, field
 from torch.distributed.tensor import DTensor
 
 from prepkit.codec import settings_of
-from prepkit.loading.loader import Loader
 from prepkit.plan import Plan
 from prepkit.training import trackers
 from prepkit.training.trackers import Tracker, TrackerSpec
 
 
-@define
+@define(eq=False, repr=False)
 class RunLog:
     """The trackers of one run. No call is collective; values are checked on every rank, and written on one."""
 
     main: bool
     """This is the main process."""
-    plan: Plan = field(repr=False)
+    plan: Plan
     """Its config is given to trackers that are opened."""
-    asked: Callable[..., None] = field(repr=False)
+    asked: Callable[..., None]
     """Raises ``RunRefused`` for a call after ``close``; with ``counts`` also for a step that is not to be counted."""
-    steps: Callable[[], int] = field(repr=False)
+    steps: Callable[[], int]
     """Optimizer steps that were taken."""
     open: list[Tracker] = field(factory=list, init=False)
     given: list[TrackerSpec] = field(factory=list, init=False)
@@ -136,6 +135,8 @@ def show(main: bool, values: tuple[Any, ...], sep: str, end: str, file: TextIO |
 def bar(main: bool, iterable: Iterable[Any], options: dict[str, Any]) -> Any:
     """Show a bar on the main process while the items are iterated. Raises ``TypeError`` for what has no items."""
     from tqdm.auto import tqdm
+
+    from prepkit.loading.loader import Loader
 
     if not isinstance(iterable, Iterable):
         raise TypeError(

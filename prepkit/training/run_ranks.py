@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attrs import frozen
 
 from prepkit.loading.passes import Passes
-from prepkit.loading.reduce import How, gather_over_ranks, reduce_over_ranks
 from prepkit.ranks import launcher, rendezvous
 from prepkit.ranks.peers import SEE_LOG, Peers, RankFailed, has_ended, named
 from prepkit.ranks.within import check_limit, pause
 from prepkit.training import run_log
 
+if TYPE_CHECKING:
+    from prepkit.loading.reduce import How
 
-@frozen(eq=False)
+
+@frozen(eq=False, repr=False)
 class RunRanks:
     """The ranks of one run: ``ready.ranks``."""
 
@@ -49,12 +51,16 @@ class RunRanks:
         """Numbers and tensors, nested or not, as mean, sum, max or min over the data ranks. Collective."""
         with named(self._peers, "ready.ranks.reduce()"):
             self._asked("ready.ranks.reduce()")
+            from prepkit.loading.reduce import reduce_over_ranks
+
             return reduce_over_ranks(value, how, self._same_data)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what each data rank gives, as a list with an item per rank; for what is small. Collective."""
         with named(self._peers, "ready.ranks.gather()"):
             self._asked("ready.ranks.gather()")
+            from prepkit.loading.reduce import gather_over_ranks
+
             return gather_over_ranks(value, self._same_data)
 
     def gather_for_metrics(self, value: Any) -> Any:

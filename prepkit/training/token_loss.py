@@ -26,7 +26,7 @@ Count = float | Tensor
 """How many tokens a mean is over: a number, or a tensor with one."""
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class TokenWindow:
     """The tokens of the window under way, on this rank."""
 

@@ -24,7 +24,7 @@ class Removable(Protocol):
         ...
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class ClearingGuard:
     """An optimizer whose ``zero_grad`` asks first; torch has no hook for it. Neither pickled nor copied with it."""
 
@@ -51,7 +51,7 @@ def guarded(optimizer: Any, before: Callable[[], None]) -> ClearingGuard:
     return ClearingGuard(optimizer, zero_grad)
 
 
-@define(eq=False)
+@define(eq=False, repr=False)
 class InnerSteps:
     """Steps of the optimizer inside DeepSpeed's, which by themselves reach no weight, until ``remove``.
 

@@ -14,7 +14,7 @@ from prepkit.objects.target import Target
 from prepkit.steps import RegisterEntryPoints
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Registered:
     """What the way back needs."""
 

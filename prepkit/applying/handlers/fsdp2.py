@@ -159,7 +159,7 @@ _ONE_AT_A_TIME = threading.Lock()
 """Two threads that replace the name would each put back what the other has put there."""
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Chunks:
     """What ``_chunk_with_empty`` returns, each chunk made when asked for: a view, or an empty tensor past the end.
 

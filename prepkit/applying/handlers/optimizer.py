@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -79,7 +79,7 @@ def release_undo(step: ReleaseOptimizer, target: Target, memo: None) -> None:
 # --- rebind --------------------------------------------------------------------------------------------------------
 
 
-@frozen
+@frozen(eq=False, repr=False)
 class Bound:
     """What one slot held before it was bound, and what it is bound to."""
 
@@ -88,7 +88,7 @@ class Bound:
     name: str
     tensor: torch.Tensor
     param: Parameter
-    state: ParamState | None = field(repr=False)
+    state: ParamState | None
     """The optimizer's own state; None where it had none, and where the state came from ``target.released``."""
 
 

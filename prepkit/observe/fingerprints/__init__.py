@@ -18,7 +18,7 @@ from prepkit.observe.given import said
 from prepkit.ranks.world import world
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Fingerprints:
     """One number per parameter, the same on every rank."""
 

@@ -21,7 +21,7 @@ from prepkit.plan.layout import chunk
 from prepkit.ranks.world import ranks_of, world
 
 
-@frozen(eq=False, kw_only=True)
+@frozen(eq=False, kw_only=True, repr=False)
 class Part:
     """Elements of one parameter on this rank."""
 

@@ -290,7 +290,7 @@ def _replicated(params: dict[str, Any], axis: str) -> frozenset[str]:
     )
 
 
-@define
+@define(eq=False, repr=False)
 class Watched:
     """The gradients of an engine that takes them away as they come, such as DeepSpeed's.
 

@@ -32,7 +32,7 @@ from prepkit.ranks.world import ranks_of, world
 from prepkit.rules.rule import Need
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class _Stood:
     """A parameter as it was when the model was prepared."""
 
@@ -41,7 +41,7 @@ class _Stood:
     dtype: str
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, kw_only=True, repr=False)
 class StepLook:
     """Looks at a prepared model before an optimizer acts. Reads only."""
 
