@@ -72,6 +72,8 @@ class Loop:
     """Asks on this rank alone inside a window, where the engine takes gradients away as they come."""
     before_step: Callable[[], None] = lambda: None
     """Asks on all ranks what is due before the optimizer acts."""
+    after_engine_step: Callable[[], None] = lambda: None
+    """Told that the engine has written weights by its own step."""
     before_state: Callable[..., None] = lambda *_: None
     """Asked before an optimizer takes a state."""
     before_weights: Callable[..., None] = lambda *_: None
@@ -316,6 +318,7 @@ class Loop:
         with token_loss.multiplied_by_engine(self.model, factor), self.allowed():
             done = self.engine.step(self.model, order.last)
         if order.last:
+            self.after_engine_step()
             self.grad_norm = done.norm  # which the engine counts whether it clips or not
         return done.applied
 
