@@ -7,17 +7,19 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -27,9 +29,11 @@ from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.findings import Finding
+from prepkit.objects.whole_gradients import average_without
+from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.optimizers import engines, inner, lent
 from prepkit.ranks import end_groups
-from prepkit.ranks.arrivals import Arrivals, RanksApart
+from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
@@ -108,9 +112,10 @@ def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) ->
         if stepped:
             return
         stepped = True
-        asks = arrivals.together("its first step")
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
         made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
+        window.awaited = _awaited(optimizer) if made else ()
+        asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks)
         heard(everywhere(found) if asks else found)
 
@@ -120,6 +125,28 @@ def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) ->
             yield
     finally:
         handle.remove()
+
+
+def _awaited(optimizer: Any) -> tuple[nn.Parameter, ...]:
+    """What DDP waits for on this rank before it has averaged what the optimizer is about to step."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    mine = [one for one in wrappers if any(id(param) in held for param in one.parameters())]
+    return tuple(param for one in mine for param in left_waiting(one)) if world().carries_data else ()
+
+
+def _together(arrivals: Arrivals, awaited: Sequence[nn.Parameter]) -> bool:
+    """As of ``Arrivals``. Ranks that do not come as DDP waits there for this one get zeros for what is awaited."""
+
+    def average() -> None:
+        with suppress(RuntimeError):  # of a rank that has gone, which is told of whoever does not come
+            average_without(awaited)
+
+    averaging = Thread(target=average, daemon=True)  # which may never end
+    averaging.start()
+    asks = arrivals.together("its first step")
+    averaging.join(ANSWER_S)
+    return asks
 
 
 def told(script: str, error: Exception) -> str:
@@ -165,7 +192,10 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
     heard = None if window is None else window.facts(alive)
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
-    found = audit(model, optimizers, scheduler, _loaders(alive), ask_ranks=ask_ranks, at_step=made, window=heard)
+    loaders, awaited = _loaders(alive), () if window is None else window.awaited
+    found = audit(
+        model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited
+    )
     others = () if window is None else tuple(_of_others(model, roots, alive, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
 
@@ -195,7 +225,7 @@ def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any], *, as
     told = [(type(root).__name__, len(optimizers)) for root, optimizers in pairs.values()]
     alike = ask_ranks and world().same(told)
     for root, optimizers in pairs.values():
-        found = audit(root, optimizers, ask_ranks=alike)
+        found = audit(root, optimizers, ask_ranks=alike, awaited=())
         for finding in found.findings:
             if finding.rule in OF_OTHERS:
                 yield evolve(finding, where=f"{type(root).__name__}: {finding.where}")

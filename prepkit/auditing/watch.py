@@ -14,11 +14,13 @@ from torch import nn
 from prepkit.auditing.course import RefusedSteps, SampledEpochs, Ticks
 from prepkit.auditing.running import RunningLook
 from prepkit.court import report
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
 from prepkit.observe.given import said
 from prepkit.observe.prepared.look import look, optimizers_of
-from prepkit.observe.prepared.optimizers import engines, inner
-from prepkit.rules.rule import Need
+from prepkit.observe.prepared.optimizers import LastSteps, engines, inner
+from prepkit.rules import by_id
+from prepkit.rules.rule import Need, findings_of
 
 IDLE = 32
 """Forwards that train without a step of the optimizer, or steps without a tick of the scheduler: fewer say nothing."""
@@ -50,6 +52,7 @@ class DriftWatch:
     """That came before a step so far."""
     _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
     _ticks: Ticks | None = field(default=None, init=False, repr=False)
+    _last: LastSteps = field(factory=LastSteps, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -71,6 +74,9 @@ class DriftWatch:
         self._refused = RefusedSteps(stepping, made=self.steps)
         self._refused.listen()
         self._handles.append(stepping.register_step_pre_hook(self._before_step))
+        each = known if self._engine is None else ()  # whose parts DeepSpeed steps one by one
+        own = [one for one in map(inner, each) if isinstance(one, torch.optim.Optimizer)]
+        self._handles += [one.register_step_pre_hook(self._over) for one in own]
         self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
 
     def close(self) -> None:
@@ -98,6 +104,11 @@ class DriftWatch:
         self.looks += 1
         self._look.steps = self.steps + (0 if self._refused is None else self._refused.refused)
         self._tell(self._look.look())
+
+    def _over(self, optimizer: Any, *_: Any) -> None:
+        if self._last.again(optimizer):
+            over = RunFacts(restepped=type(optimizer).__name__)
+            self._tell(findings_of((by_id()["run.stepped-again"],), over))
 
     def before_forward(self, model: nn.Module) -> None:
         """Counts a forward that trains; one that is many more than ever came before a step tells that none comes."""

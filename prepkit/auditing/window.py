@@ -77,6 +77,8 @@ class Window:
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
+    awaited: tuple[nn.Parameter, ...] = ()
+    """As of ``audit``."""
     _float16: dict[str, None] = field(factory=dict)
     _float16_units: dict[str, None] = field(factory=dict)
     _unscaled: set[int] = field(factory=set)

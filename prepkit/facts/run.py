@@ -186,6 +186,8 @@ class RankFacts:
     """Digest of the optimizers' state of parameters that every rank steps alike."""
     held: str = ""
     """Digest of the names of parameters that its optimizers hold."""
+    awaits: tuple[str, ...] = ()
+    """Names of the parameters whose gradients DDP has waited for."""
 
 
 @frozen(kw_only=True)
@@ -419,6 +421,8 @@ class RunFacts:
     """What is compared: an earlier look and one at this step; empty where there is no earlier one."""
     unrepeatable: tuple[int, ...] = ()
     """Loaders whose pass under way would not begin again as it began."""
+    restepped: str = ""
+    """Class of an optimizer that is about to step over the gradients of its last step; empty: none."""
     overwritten: bool = False
     """Whether weights were written in place of which the optimizer keeps master weights of its own."""
     unlike: tuple[Unlike, ...] = ()

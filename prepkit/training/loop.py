@@ -74,6 +74,8 @@ class Loop:
     """Asks on all ranks what is due before the optimizer acts."""
     after_engine_step: Callable[[], None] = lambda: None
     """Told that the engine has written weights by its own step."""
+    before_hand: Callable[[Optimizer], None] = lambda _: None
+    """Asked before somebody else steps an optimizer of this run."""
     before_state: Callable[..., None] = lambda *_: None
     """Asked before an optimizer takes a state."""
     before_weights: Callable[..., None] = lambda *_: None
@@ -130,8 +132,7 @@ class Loop:
         """The joint p-norm of the gradients that are there, unscaled and averaged. Collective where sharded."""
         if self.whole_gradients is not None:
             self.whole_gradients.average()
-        held = [param for param in self.trained() if param.grad is not None]
-        found = self.engine.norm(self.model, held, power)
+        found = self.engine.norm(self.model, [one for one in self.trained() if one.grad is not None], power)
         return found if self.scaler is None else found / self.scaler.get_scale()
 
     @property
@@ -471,6 +472,7 @@ def _heard(loop: weakref.ref[Loop], model: Module, averages: bool) -> None:
 def _stepped(loop: weakref.ref[Loop], optimizer: Optimizer) -> None:
     if (own := loop()) is not None and not own._acting:
         own.stepped_by_hand(optimizer)
+        own.before_hand(optimizer)
 
 
 def _inner_stepped(loop: weakref.ref[Loop], name: str) -> None:

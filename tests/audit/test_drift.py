@@ -219,6 +219,82 @@ def test_passes_of_one_order_are_found_where_nobody_sets_the_epoch() -> None:
         assert DistributedSampler.__iter__ is plain
 
 
+def backward(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has no types
+    return loss.detach()
+
+
+class Sharp(torch.optim.SGD):
+    """As SAM: a step uphill by one gradient, and down again by another."""
+
+    def first_step(self) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.grad, alpha=0.01)
+
+    second_step = torch.optim.SGD.step
+
+
+def steps(how: str, model: nn.Module) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    """Optimizers of a loop, and a window of it."""
+    params = [*model.parameters()]
+    each: list[torch.optim.Optimizer] = [torch.optim.SGD(params, lr=0.01, weight_decay=0.1)]
+    if how == "of two optimizers":
+        each = [torch.optim.AdamW(params[:2], lr=0.01), torch.optim.SGD(params[2:], lr=0.01)]
+    elif how == "of a closure":
+        each = [torch.optim.LBFGS(params, lr=0.01, max_iter=2)]
+    elif how == "uphill and down":
+        each = [Sharp(params, lr=0.01)]
+    one, clears = each[0], how not in ("that clears nothing", "that clears in place")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def window() -> None:
+        if how == "of a closure":
+            one.step(lambda: (one.zero_grad(), backward(model))[1])  # type: ignore[arg-type]
+            return
+        for optimizer in each:
+            backward(model)
+            if isinstance(one, Sharp):
+                one.first_step()
+                one.zero_grad()
+                backward(model)
+            if how == "that a scaler refuses":
+                scaler.scale(torch.zeros(()))
+                params[0].grad[0, 0] = float("inf")  # type: ignore[index]
+                scaler.step(one)
+                scaler.update()
+            else:
+                optimizer.step()
+            if clears or how == "that clears in place":
+                model.zero_grad(set_to_none=clears)
+
+    return each, window
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("that clears", "that clears in place", "that clears nothing", "of two optimizers", "of a closure"),
+        *("uphill and down", "that a scaler refuses"),
+    ],
+)
+def test_a_loop_that_steps_each_gradient_once_hears_nothing_and_one_that_steps_it_twice_does(how: str) -> None:
+    for twice in (False, True):
+        model = net()
+        each, window = steps(how, model)
+        watch = pk.watch(model, each, every=1000)
+        for _ in range(4):
+            window()
+        assert watch.findings == ()
+        if twice and how != "of a closure":
+            backward(model)
+            each[0].step()
+            with pytest.warns(FindingWarning, match="steps once more over the gradients of its last step"):
+                each[0].step()
+            assert [one.rule for one in watch.findings] == ["run.stepped-again"]
+        watch.close()
+
+
 def test_passes_of_an_evaluation_may_have_one_order() -> None:
     case = tied_with_a_hook()
     watch = pk.watch(case.model, case.optimizer, every=1)

@@ -225,6 +225,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.written-in-forward": evolve(FINE, loop=LoopFacts(window=1, written=NAMES[:1], gathers="FSDP2")),
     "run.drift-trained": later(params=(evolve(RUNNING.params[0], requires_grad=False), *RUNNING.params[1:])),
     "run.tie-broken": later(ties=()),
+    "run.stepped-again": evolve(FINE, restepped="AdamW"),
     "run.drift-hooks": later(hooks=()),
     "run.drift-rate": later(rates=(0.5,)),
     "run.averaging-off": later(course=CourseFacts(unaveraged=("",))),

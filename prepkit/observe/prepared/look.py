@@ -26,7 +26,7 @@ from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
 from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
-from prepkit.observe.prepared.gradients import gradients
+from prepkit.observe.prepared.gradients import as_they_came, gradients
 from prepkit.observe.prepared.loaders import language_config, prepared_loader
 from prepkit.observe.prepared.modules import rate
 from prepkit.observe.prepared.optimizers import (
@@ -56,11 +56,13 @@ def look(
     *,
     needs: Collection[Need] = BEFORE_A_STEP,
     env: Env | None = None,
+    awaited: Iterable[nn.Parameter] = (),
 ) -> RunFacts:
     """Observe prepared objects. Draws nothing, and reads values of tensors only for ``VALUES``, ``STATE``, ``RANKS``.
 
     ``needs``: gather what the rules that are due ask for, and leave the rest at its default; the structure of the model
     is always seen. ``Need.GRADIENTS``: the optimizers are about to step. Collective with ``Need.RANKS``: one exchange.
+    ``awaited``: parameters that DDP was given zeros for, as it waited for their gradients on this rank.
     Raises ``TypeError`` for objects of the wrong kind and ``ValueError`` for a model that contains itself.
     """
     optimizers = optimizers_of(optimizer)
@@ -75,9 +77,10 @@ def look(
         if scheduler is not None and Need.OPTIMIZERS in needs:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
         seen = Need.GRADIENTS in needs and facts.engine is None  # DeepSpeed keeps gradients where nobody sees them
-        stepped = [*gradients(model, optimizers)] if seen else None
+        waited = tuple(first[id(param)] for param in awaited if id(param) in first)
+        stepped = [*as_they_came(gradients(model, optimizers), waited)] if seen else None
         if seen or Need.RANKS in needs:
-            facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs)
+            facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs, awaited=waited)
     return facts if env is None else evolve(facts, world_size=env.world_size)
 
 

@@ -215,6 +215,12 @@ def _overwritten(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", what)
 
 
+def _restepped(facts: RunFacts) -> Iterator[Hit]:
+    if facts.restepped:
+        what = f"`{facts.restepped}` steps once more over the gradients of its last step: nothing has gone backward to"
+        yield Hit("optimizer", f"{what} them since, and nothing has cleared them.")
+
+
 def _written(facts: RunFacts) -> Iterator[Hit]:
     loop = facts.loop
     if loop is not None and loop.written:
@@ -294,6 +300,18 @@ RULES: tuple[Rule, ...] = (
             "Load weights before build_plan, or by ready.resume(folder, only_model=True) from what ready.save(folder) "
             "has written, which fills both."
         ),
+    ),
+    Rule(
+        id="run.stepped-again",
+        summary="Between two steps of an optimizer something goes backward to what it steps.",
+        check=_restepped,
+        at=(Moment.STEP, Moment.DRIFT),
+        needs=(Need.BEFORE, Need.OPTIMIZERS),
+        fix=(
+            "Call step() once: a trainer, an engine or a scaler calls it by itself; nothing, where gradients are meant "
+            "to be stepped twice."
+        ),
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.written-in-forward",
