@@ -26,7 +26,7 @@ from prepkit.findings import RunRefused
 from prepkit.loading.passes import Passes
 from prepkit.loop import History, Junction, Refused, advance, orders
 from prepkit.loop.orders import Order
-from prepkit.objects.joint_optimizer import members, tick, ticks_left
+from prepkit.objects.joint_optimizer import held, members, tick, ticks_left
 from prepkit.ranks.world import world
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
@@ -142,7 +142,7 @@ class Loop:
 
     def trained(self) -> list[Parameter]:
         """All parameters that the optimizers hold."""
-        return parameters(self.optimizer) if self.optimizer is not None else []
+        return held(self.optimizer) if self.optimizer is not None else []
 
     def leave_gradients(self) -> None:
         """From here on gradients are the script's to add to, to write and to clear, as in scripts for accelerate."""
@@ -218,7 +218,7 @@ class Loop:
     def _clip(self) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)  # a norm of scaled gradients would be clipped to nothing
-        self.grad_norm = self.engine.clip(self.model, self.clip, parameters(self.optimizer))
+        self.grad_norm = self.engine.clip(self.model, self.clip, held(self.optimizer))
 
     def backward(
         self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None, retain_graph: bool = False
@@ -304,7 +304,7 @@ class Loop:
                     self.finish_averaging()
                     factor = self._tokens.end(whole)
                     if factor is not None and not self.plan.engine_steps:
-                        token_loss.multiply_gradients(parameters(self.optimizer), factor)
+                        token_loss.multiply_gradients(held(self.optimizer), factor)
                 case orders.StepEngine():
                     applied = self._step_engine(order, factor)
                 case orders.StepOptimizer(each=each):
@@ -496,8 +496,3 @@ def check_loss(loss: Any) -> None:
     if loss.numel() != 1:
         shape = tuple(loss.shape)
         raise ValueError(f"ready.backward() takes one number, and this loss has the shape {shape}; write loss.mean()")
-
-
-def parameters(optimizer: Any) -> list[Parameter]:
-    """All that it holds, group by group."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
