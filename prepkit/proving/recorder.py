@@ -22,6 +22,7 @@ from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.findings.text import some
 from prepkit.objects import names
+from prepkit.objects.joint_optimizer import JointOptimizer
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
@@ -419,8 +420,8 @@ class Recorder(Turns):
         if known and not self._stepping:
             self.around.twice = self.around.twice or not self._next.went
             self._steps_again()
-        if self.done or self._stepping or self.root is None:
-            return
+        if self.done or self._stepping or self.root is None or isinstance(optimizer, JointOptimizer):
+            return  # of that the members step
         if not self._micros:
             self._idles(self.root, optimizer)
             return

@@ -271,6 +271,23 @@ def test_a_forward_that_does_not_repeat_is_the_limit_of_the_proof(kind: str) -> 
         assert torch.equal(model.own.get_state(), twin.get_state())
 
 
+@pytest.mark.parametrize("planted", [False, True])
+def test_of_several_optimizers_each_step_is_taken_again(planted: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[2].parameters(), lr=1e-2)]
+    ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=both), prove=1)
+    if planted:  # behind the back of the second one
+        both[1].register_step_post_hook(lambda *_: model[2].bias.data.mul_(3))
+    ready.backward(ready.model(torch.randn(6, 4)).square().mean())
+    if planted:
+        with pytest.raises(pk.RunRefused, match="2.bias"):
+            ready.step()
+        return
+    ready.step()
+    assert told_of(ready) == []
+    ready.close()
+
+
 def test_a_parameter_that_came_with_a_hook_is_named_and_the_others_are_compared() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
