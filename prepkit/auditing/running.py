@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from math import isqrt
 from typing import Any
 
@@ -20,7 +21,7 @@ from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.model import dtype_name
-from prepkit.observe.prepared.optimizers import inner, options, prepared_optimizer, short_digest, unlike
+from prepkit.observe.prepared.optimizers import as_rate, inner, options, prepared_optimizer, short_digest, unlike
 from prepkit.ranks.world import world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
@@ -268,5 +269,7 @@ def _rates(scheduler: Any, optimizers: list[Any]) -> tuple[tuple[float, ...], tu
     known = inner(scheduler) if scheduler is not None else None
     driven = getattr(inner(getattr(known, "optimizer", None)), "param_groups", None)
     groups = driven if driven is not None else [group for one in optimizers for group in inner(one).param_groups]
-    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    return rates, tuple(map(float, getattr(known, "_last_lr", None) or ())) if driven is not None else ()
+    rates = [as_rate(group.get("lr")) for group in groups]
+    wanted = [as_rate(one) for one in getattr(known, "_last_lr", None) or ()] if driven is not None else []
+    both = [(rate, one) for rate, one in zip_longest(rates, wanted) if rate is not None]
+    return tuple(rate for rate, _ in both), tuple(one for _, one in both if one is not None)

@@ -12,6 +12,7 @@ from prepkit.facts.saved_run import Said, SavedFacts, SavedModule, SavedTensor, 
 from prepkit.objects import names
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.unwrap import unwrap
+from prepkit.observe.prepared.optimizers import as_rate
 from prepkit.plan import Plan
 
 UNIMPORTANT = frozenset(
@@ -119,9 +120,9 @@ def _cycles_momentum(scheduler: Any) -> bool:
 
 
 def _of(group: Mapping[str, Any]) -> dict[str, Any]:
-    rate = group.get("initial_lr", group.get("lr"))
+    rate = as_rate(group.get("initial_lr", group.get("lr")))
     kept = {name: group[name] for name in _SETTINGS if name in group}
-    return kept if rate is None else {"lr": float(rate), **kept}
+    return kept if rate is None else {"lr": rate, **kept}
 
 
 def _is_setting(name: str, value: Any) -> bool:

@@ -311,6 +311,15 @@ def other_optimizers(rank: int, world: int) -> Case:
     return case(model, [torch.optim.Adafactor(body), torch.optim.NAdam(model.head.parameters())])
 
 
+def rates_that_are_no_numbers(rank: int, world: int) -> Case:
+    """As Adafactor of transformers, which finds its own."""
+    model = net()
+    groups = [{"params": model.blocks.parameters()}, {"params": model.enter.parameters(), "lr": torch.tensor(0.1)}]
+    optimizer = torch.optim.SGD([*groups, {"params": model.head.parameters()}], lr=0.1)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[2]["lr"] = None, torch.empty(0)
+    return backward(model, optimizer)
+
+
 def sparse_embedding(rank: int, world: int) -> Case:
     model = nn.ModuleDict({"words": nn.Embedding(8, WIDTH, sparse=True), "head": nn.Linear(WIDTH, 4)})
     model["head"](model["words"](torch.tensor([1, 2]))).sum().backward()
@@ -442,7 +451,7 @@ ODD_ONE = (
     *(warm_up_then_cosine, warm_up_alone, chained_rates, rate_by_plateau, rate_by_epoch, restarts, cyclic),
     *(other_optimizers, sparse_embedding, frozen_norms, eval_without_anything_that_cares, actor_critic, resumed),
     *(resumed_without_state, accumulated_by_hand, stepped_in_backward, endless_stream, batches_of_its_own, in_time),
-    *(parameters_in_lists, complex_weights, input_that_is_trained),
+    *(parameters_in_lists, complex_weights, input_that_is_trained, rates_that_are_no_numbers),
 )
 ODD_LIBRARIES = (
     *((make, "transformers") for make in (preferred, labels_as_the_model_takes_them)),
