@@ -333,6 +333,31 @@ def frozen_norms(rank: int, world: int) -> Case:
     return case(nn.Sequential(body, nn.Linear(WIDTH, 4)))
 
 
+class Contrast(nn.Module):
+    """MoCo's: keys come from a copy that follows, in training mode with batch norms of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
+
+
+def norms_of_a_copy_that_follows(rank: int, world: int) -> Case:
+    model = Contrast()
+    for key, query in zip(model.key.parameters(), model.query.parameters(), strict=True):
+        key.add_(torch.randn_like(key), alpha=0.05 * float(query.detach().std(correction=0)))  # as after a resume
+    return case(model, adam(model.query))
+
+
+def frozen_for_a_turn(rank: int, world: int) -> Case:
+    """As Lightning's ``toggle_optimizer`` leaves the discriminator while the generator steps."""
+    critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, 1))
+    model = nn.ModuleDict({"generator": nn.Linear(8, WIDTH), "critic": critic})
+    optimizers = [adam(model["generator"]), adam(critic)]
+    critic.requires_grad_(requires_grad=False)
+    return case(model, optimizers)
+
+
 def eval_without_anything_that_cares(rank: int, world: int) -> Case:
     return case(net().eval())
 
@@ -452,6 +477,7 @@ ODD_ONE = (
     *(other_optimizers, sparse_embedding, frozen_norms, eval_without_anything_that_cares, actor_critic, resumed),
     *(resumed_without_state, accumulated_by_hand, stepped_in_backward, endless_stream, batches_of_its_own, in_time),
     *(parameters_in_lists, complex_weights, input_that_is_trained, rates_that_are_no_numbers),
+    *(norms_of_a_copy_that_follows, frozen_for_a_turn),
 )
 ODD_LIBRARIES = (
     *((make, "transformers") for make in (preferred, labels_as_the_model_takes_them)),
