@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,6 +21,7 @@ from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.averaging import unaveraged
 from prepkit.observe.prepared.modules import rate
 from prepkit.observe.prepared.optimizers import inner
+from prepkit.saving.saved_facts import CYCLED, cycles_momentum
 
 Pair = tuple[str, str]
 
@@ -30,10 +31,11 @@ def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> Cou
     known = [inner(one) for one in optimizers]
     driver = None if scheduler is None else inner(scheduler)
     ticked = getattr(driver, "last_epoch", None)
+    moved = CYCLED if cycles_momentum(driver) else ()
     return CourseFacts(
         resting=tuple(site.path for site in places if site.first and _rests(site.module)),
         unaveraged=tuple(site.path for site in places for one in site.stack if _unsynced(one)) + unaveraged(places),
-        options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one)),
+        options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one, moved)),
         counts=tuple(map(_count, known)),
         ticked=ticked if isinstance(ticked, int) else None,
         horizon=None if driver is None else horizon(driver),
@@ -49,13 +51,16 @@ def _unsynced(module: nn.Module) -> bool:
     return isinstance(module, DistributedDataParallel) and not module.require_backward_grad_sync
 
 
-def _options(at: int, many: int, optimizer: Any) -> Iterator[Pair]:
-    """Numbers and flags of each group, but for what schedulers set."""
+def _options(at: int, many: int, optimizer: Any, moved: Sequence[str]) -> Iterator[Pair]:
+    """Numbers and flags of each group, but for what schedulers set; ``moved``: what the one that is given sets too."""
     for group, options in enumerate(optimizer.param_groups):
         where = f"{'optimizer' if many == 1 else f'optimizer[{at}]'}.param_groups[{group}]"
         for name, value in options.items():
-            if name not in ("params", "lr", "initial_lr", "max_lr", "min_lr", "param_names") and _plain(value):
+            if name not in (*_BY_SCHEDULERS, *moved) and _plain(value):
                 yield f"{where}.{name}", str(value)
+
+
+_BY_SCHEDULERS = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names")
 
 
 def _plain(value: Any) -> bool:
@@ -177,20 +182,20 @@ class Ticks:
         self._last = getattr(self.scheduler, "last_epoch", None)
 
     def step(self, least: int) -> bool:
-        """Count a step that begins: whether by now so many more have gone by than ever before, and ``least``.
+        """Count a step that begins: whether ``least`` times as many have gone by as ever before.
 
-        One tick says nothing of the next, unless each step has one. At its end a scheduler may rest, and where its
-        lambdas say that its next rate is the one it has.
+        One tick says nothing of the next, unless each step has one; one that is made for fewer ticks than there were
+        steps has none in each, and passes may grow. At its end a scheduler may rest, and where its lambdas say that its
+        next rate is the one it has.
         """
         last = getattr(self.scheduler, "last_epoch", None)
         if last != self._last:
             self._most, self.since = max(self._most, self.since), 0
             self._last, self._seen = last, self._seen + 1
         self.since += 1
-        known = self._seen > 1 or self.by_batch
-        return (
-            known and self.since == max(least, 4 * self._most) + 1 and isinstance(last, int) and not self._rests(last)
-        )
+        known = self._seen > 1 or (self.by_batch and self.since < (horizon(self.scheduler) or self.since + 1))
+        many = self.since == least * max(1, self._most) + 1
+        return known and many and isinstance(last, int) and not self._rests(last)
 
     def _rests(self, last: int) -> bool:
         end, rates = horizon(self.scheduler), getattr(self.scheduler, "lr_lambdas", ())

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from threading import Thread
+from types import CodeType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from prepkit.ranks.world import world
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
+_OURS = str(Path(__file__).parents[1]) + "/"
 
 
 LOOKED = "the end of its look"
@@ -156,10 +158,15 @@ def told(script: str, error: Exception) -> str:
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
-    last = traceback.extract_tb(frames)[-1].filename if frames is not None else ""
-    if any(last.startswith(own) or own in str(error) for own in LISTENS):
-        return f"{shown}this was raised by what prepkit listens with, and not by {script}: report it, please"
+    if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error)):
+        return f"{shown}this was raised by prepkit itself, and not by {script}: report it, please"
     return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
+
+
+def _is_ours(calls: list[CodeType], said: str) -> bool:
+    """Return whether prepkit's look has failed, or what it listens with; not what a script asks of prepkit itself."""
+    inmost = takewhile(lambda code: code.co_filename.startswith(_OURS), reversed(calls))
+    return audit_step.__code__ in calls or any(own in said or own in str([*inmost]) for own in LISTENS)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from attrs import define, evolve, field
 from torch import nn
 
 from prepkit.auditing.course import RefusedSteps, SampledEpochs, Ticks
-from prepkit.auditing.running import RunningLook
+from prepkit.auditing.running import RunningLook, replaced, taken_over
 from prepkit.court import report
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
@@ -97,7 +97,12 @@ class DriftWatch:
         self._most, self._forwards = max(self._most, self._forwards), 0
         if self._refused is not None:
             self._refused.made = self.steps
-        if self._look is not None and self._ticks is not None and self._ticks.step(IDLE):
+        if (
+            self._look is not None
+            and self._ticks is not None
+            and self._ticks.step(IDLE)
+            and not taken_over(self._look.scheduler)
+        ):
             self._tell(self._look.idle("run.drift-ticks", unticked=self._ticks.since - 1))
         if self.steps % self.every or self._look is None:
             return
@@ -115,7 +120,8 @@ class DriftWatch:
         if not (model.training and torch.is_grad_enabled()):
             return
         self._forwards += 1
-        if self.steps and self._look is not None and self._forwards == max(IDLE, 4 * self._most):
+        many = self.steps and self._look is not None and self._forwards == max(IDLE, 4 * self._most)
+        if many and self._look is not None and replaced(self._look.optimizers):
             self._tell(self._look.idle("run.drift-unstepped", unstepped=self._forwards))
 
     def _tell(self, looked: tuple[Finding, ...]) -> None:

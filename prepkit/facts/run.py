@@ -458,6 +458,8 @@ class RunningParam:
     """Whether it is stepped though it is frozen: the engine keeps master weights, or one flat parameter with others."""
     awaited: bool = False
     """Whether DDP waits for its gradient though it is frozen, and averages nothing without."""
+    stepped: bool = True
+    """Whether an optimizer holds it, where it has begun to train since the earlier look."""
 
 
 @frozen(kw_only=True)

@@ -322,6 +322,21 @@ def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
     assert "train.py raised before its first optimizer step" in told("train.py", ValueError("mine"))
 
 
+REFUSED = "import prepkit as pk\npk.apply(3)\n"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_look_that_fails_says_so_and_a_refusal_that_the_script_asks_for_is_the_scripts(
+    run: Auditor, ours: bool
+) -> None:
+    breaks = FINE.replace("optimizer.step()", "optimizer.param_groups[0][3] = 0; optimizer.step()")
+    code, _, err = run(breaks if ours else REFUSED, "train.py")
+    assert code == 3, err
+    assert ("this was raised by prepkit itself, and not by train.py: report it, please" in err) is ours, err
+    assert ("train.py raised before its first optimizer step" in err) is not ours
+    assert "Traceback" in err
+
+
 HAND = """
 import torch, torch.distributed as dist
 from torch import nn

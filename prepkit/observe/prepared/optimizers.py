@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -141,9 +142,17 @@ def _says(source: Any, name: str) -> bool:
 
 def _rates(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
-    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    rates = tuple(rate for group in groups if (rate := as_rate(group.get("lr"))) is not None)
     kept = type(optimizer).__name__ in KEEP_STATE and not getattr(optimizer, "state", None)
     return {"fresh": kept, "rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
+
+
+def as_rate(rate: Any) -> float | None:
+    """A learning rate as a number; None where it is none, as of an Adafactor that finds its own."""
+    if isinstance(rate, Tensor):
+        known = rate.numel() == 1 and rate.device.type != "meta" and not isinstance(rate, FakeTensor)
+        return float(rate) if known else None
+    return float(rate) if isinstance(rate, Real) else None
 
 
 def options(optimizers: Iterable[Any]) -> dict[str, object]:

@@ -172,13 +172,27 @@ def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
             )
             fix = "Call requires_grad_(True) first, and DistributedDataParallel(model) after it."
             yield Hit(at(ddp.path), what, fix)
+    outside = _outside(facts)
     for before, now in facts.running:
-        if loose := [one.name for one in _switched(before, now) if one.requires_grad and not one.served]:
+        switched = [one for one in _switched(before, now) if one.requires_grad]
+        if loose := [one.name for one in switched if not one.served or one.name in outside]:
             what = f"{count(len(loose), 'parameter')} unfrozen since the model was prepared, and"
             yield Hit(
                 at(loose[0]),
                 f"{what} {'no rank averages' if facts.ddp else 'nothing uses'} the gradient: {some(loose)}.",
             )
+
+
+def _outside(facts: RunFacts) -> set[str]:
+    """What was frozen when DDP was made, which averages no gradient of it, whatever it is told of unused ones."""
+    several = facts.ddp if facts.world_size > 1 else ()
+    return {name for ddp in several if ddp.reduced == ddp.known for name in ddp.frozen}
+
+
+def _turns(now: RunningFacts) -> set[str]:
+    """What an optimizer steps of which nothing trains now, while another has its turn."""
+    trained = {one.name for one in now.params if one.requires_grad}
+    return {name for held in now.held if trained.isdisjoint(held) for name in held} if trained else set()
 
 
 def _frozen(facts: RunFacts) -> Iterator[Hit]:
@@ -257,17 +271,24 @@ def _params(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _trained(facts: RunFacts) -> Iterator[Hit]:
+    """What is unfrozen trains as the rest, where an optimizer holds it. What is an error is told as that."""
+    outside = _outside(facts)
     for before, now in facts.running:
-        old = {param.name: param.requires_grad for param in before.params}
-        changed = [
-            one
-            for one in now.params
-            if old.get(one.name, one.requires_grad) != one.requires_grad
-            and not (one.stuck or one.awaited if not one.requires_grad else not one.served)  # an error then
-        ]
-        for way, word in ((True, "unfrozen"), (False, "frozen")):
-            if names := [one.name for one in changed if one.requires_grad is way]:
-                yield Hit(at(names[0]), f"{count(len(names), 'parameter')} {word} since the audit: {some(names)}.")
+        old, turns = {param.name: param.requires_grad for param in before.params}, _turns(now)
+        changed = [one for one in now.params if old.get(one.name, one.requires_grad) != one.requires_grad]
+        new = [one for one in changed if one.requires_grad and one.served and one.name not in outside]
+        if names := [one.name for one in new if not one.stepped]:
+            what = f"{count(len(names), 'parameter')} unfrozen since the audit, and no optimizer has"
+            yield Hit(at(names[0]), f"{what} {'them' if len(names) > 1 else 'it'}: {some(names)}.", _UNFROZEN)
+        gone = [one for one in changed if not (one.requires_grad or one.stuck or one.awaited or one.name in turns)]
+        if names := [one.name for one in gone]:
+            yield Hit(at(names[0]), f"{count(len(names), 'parameter')} frozen since the audit: {some(names)}.")
+
+
+_UNFROZEN = (
+    "Give them to it at that step, optimizer.add_param_group({'params': ...}), or from the beginning, where it leaves "
+    "alone what is frozen."
+)
 
 
 def _hooks(facts: RunFacts) -> Iterator[Hit]:
@@ -366,13 +387,16 @@ RULES: tuple[Rule, ...] = (
         check=_trained,
         at=(Moment.DRIFT,),
         needs=(Need.BEFORE,),
-        fix="Freeze and unfreeze before the model is wrapped; else wrap it and make its optimizer again at that step.",
+        fix=(
+            "Unfreeze them again after what was to run without them; where they are to rest call zero_grad() at that "
+            "step, as an optimizer leaves alone what has no gradient."
+        ),
         severity=Severity.WARNING,
         source=("pain 26",),
     ),
     Rule(
         id="run.drift-hooks",
-        summary="Hooks that hung at the audit hang on.",
+        summary="Hooks of libraries that hung at the audit hang on.",
         check=_hooks,
         at=(Moment.DRIFT,),
         needs=(Need.BEFORE,),
