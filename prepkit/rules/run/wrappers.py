@@ -9,6 +9,7 @@ from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.rules.rule import Hit, Moment, Rule
+from prepkit.rules.run.gradients import REENTRANT, recomputed
 
 WORDS = {
     "ddp": "DistributedDataParallel",
@@ -92,6 +93,10 @@ def _reentrant(facts: RunFacts) -> Iterator[Hit]:
             "requires a gradient, so that nothing inside gets one."
         )
         yield Hit(at(reentrant[0]), what)
+    elif cut := recomputed(facts):
+        name, line = next(iter(cut.items()))
+        what = f"checkpoint(..., use_reentrant=True) ({line}) was given no input that requires a gradient, so that"
+        yield Hit(at(name), f"{what} {count(len(cut), 'parameter')} inside get none: {some(tuple(cut))}.", REENTRANT)
 
 
 def _off(facts: RunFacts) -> Iterator[Hit]:
