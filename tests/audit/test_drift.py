@@ -119,6 +119,22 @@ def test_what_changes_between_two_steps_is_found_by_its_rule(name: str) -> None:
     assert rule == "run.drift-rate" or rule not in {finding.rule for finding in audit.drift()}  # told once
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_cast_is_told_in_words_of_who_drives(prepared: bool) -> None:
+    model = net()
+    optimizer = adam(model)
+    if prepared:
+        ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer))
+        model = ready.model
+    audit = pk.audit(model, optimizer)
+    copy.deepcopy(model).bfloat16()
+    assert audit.drift() == ()
+    model.bfloat16()
+    (found,) = audit.drift()
+    assert (found.rule, "ready.resume" in found.fix) == ("run.cast", prepared)
+    assert ("copy.deepcopy(model).bfloat16()" in found.fix) is not prepared
+
+
 def evaluating(case: Case) -> None:
     case.model.eval()
 
