@@ -28,14 +28,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.window import Window, goes_backward
+from prepkit.auditing.window import Window, around_calls, goes_backward
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.averaging import left_waiting
+from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.optimizers import engines, inner, lent
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
+from prepkit.rules import by_id
+from prepkit.rules.rule import findings_of
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
@@ -151,6 +155,33 @@ def _together(arrivals: Arrivals, awaited: Sequence[nn.Parameter]) -> bool:
     return asks
 
 
+@contextmanager
+def empty_passes() -> Iterator[list[DataLoader[Any]]]:
+    """Inside, it collects the likes of loaders of which a pass was over before its first batch."""
+    empty: list[DataLoader[Any]] = []
+
+    def reads(plain: Any, reading: Any) -> Any:
+        try:
+            return plain(reading)
+        except StopIteration:
+            if not reading._num_yielded:
+                empty.append(_like(reading))
+            raise
+
+    with around_calls(_BaseDataLoaderIter, "__next__", reads):
+        yield empty
+
+
+def without_batches(empty: list[DataLoader[Any]]) -> tuple[Finding, ...]:
+    """What is wrong with these, where a script has come to its end without a step."""
+    found: dict[Finding, None] = {}
+    for one in empty:
+        facts = RunFacts(loaders=(evolve(prepared_loader(one), batches=0),))
+        (told,) = findings_of((by_id()["run.no-batches"],), facts)
+        found[evolve(told, where=f"loader of {type(one.dataset).__name__}")] = None
+    return tuple(found)
+
+
 def told(script: str, error: Exception) -> str:
     """The traceback as Python shows it for the script alone, and what it means."""
     frames = error.__traceback__
@@ -197,7 +228,7 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
     model = _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
-    heard = None if window is None else window.facts(alive)
+    heard = None if window is None else window.facts(alive, model)
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
     loaders, awaited = _loaders(alive), () if window is None else window.awaited
     found = audit(

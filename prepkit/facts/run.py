@@ -133,6 +133,8 @@ class PreparedLoader:
     """Into how many parts all that divides it divides it, one inside the other."""
     content: str = ""
     """A digest of which samples its data set has, where its kind tells; else of their number."""
+    picked: tuple[str, tuple[int, ...]] = ("", ())
+    """Where it is a part of another data set: a digest of that one, and the least indices of what it takes there."""
     sample: OddSample = ""
     """What is wrong in its first sample, where it feeds a causal language model."""
     indices: str = ""
@@ -176,6 +178,8 @@ class RankFacts:
     """Per loader: batches of a pass, samples of a batch, and what gives the order."""
     contents: tuple[str, ...] = ()
     """Per loader: digest of which samples its data set has."""
+    picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Per loader: of which data set its own is a part, and the least indices of what it takes there."""
     reads: tuple[tuple[str, str], ...] = ()
     """Per loader: digests of the indices of its first batches, and of its first samples."""
     modes: str = ""

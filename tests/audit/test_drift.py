@@ -206,6 +206,22 @@ def test_what_is_unfrozen_after_ddp_was_made_is_averaged_by_nobody_and_by_fully_
         assert seen == {"ddp": {"run.unfrozen", "run.ranks-values"}, "fully_shard": set()}
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_cast_is_told_in_words_of_who_drives(prepared: bool) -> None:
+    model = net()
+    optimizer = adam(model)
+    if prepared:
+        ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer))
+        model = ready.model
+    audit = pk.audit(model, optimizer)
+    copy.deepcopy(model).bfloat16()
+    assert audit.drift() == ()
+    model.bfloat16()
+    (found,) = audit.drift()
+    assert (found.rule, "ready.resume" in found.fix) == ("run.cast", prepared)
+    assert ("copy.deepcopy(model).bfloat16()" in found.fix) is not prepared
+
+
 def evaluating(case: Case) -> None:
     case.model.eval()
 

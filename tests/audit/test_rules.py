@@ -265,6 +265,42 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.saves-shards": evolve(FINE, saves_shards=("train.py:88: torch.save(...)",)),
     "run.nan": later(course=CourseFacts(not_finite=NAMES[:1])),
     "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "fsdp1")),)),
+    "run.steps-nothing": evolve(
+        FINE, gradients=GradientFacts(stepped=2, zero=True), window=WindowFacts(backwards=1, cleared="train.py:9")
+    ),
+    "run.reentrant-frozen": evolve(
+        FINE,
+        gradients=GradientFacts(stepped=2, missing=NAMES[:1], awaited=NAMES[:1]),
+        window=WindowFacts(backwards=1, reentrant=(("train.py:9", NAMES[:1]), ("train.py:9", NAMES[:2]))),
+    ),
+    "run.gradients-part": evolve(
+        with_ranks(),
+        ddp=(DDPFacts(path="", reduced=2, known=2),),
+        gradients=GradientFacts(stepped=2, compared=NAMES, parted=NAMES[:1]),
+        window=WindowFacts(taken="train.py:9"),
+    ),
+    "run.divided-twice": evolve(
+        FINE,
+        loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2),),
+        ranks=tuple(
+            evolve(
+                RANK,
+                rank=rank,
+                tensor_ranks=(rank,),
+                generator="ab"[rank],
+                contents=("ab"[rank],),
+                loaders=((2, rank, "sampler", ""),),
+                picks=(("a", (rank, 2)),),
+            )
+            for rank in (0, 1)
+        ),
+    ),
+    "run.workers-alike": evolve(
+        FINE,
+        window=WindowFacts(workers=(WorkersAlike(loader="Rows", workers=4, what="draw", anew="info.dataset.x = 1"),)),
+    ),
+    "run.text-odd": evolve(FINE, window=WindowFacts(text="learned")),
+    "run.same-samples": evolve(FINE, loaders=(PreparedLoader(seen=evolve(tiny_loader(), iterable=True)),)),
     "run.not-read": evolve(FINE, loop=LoopFacts(window=8, loaders=1, apart=4, divides="given", readers=2)),
     "run.maybe-averaged": evolve(
         FINE,

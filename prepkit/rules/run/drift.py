@@ -217,7 +217,15 @@ def _cast(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         if cast := [f"{one.name} (was {dtype}, is {one.dtype})" for one, dtype in _narrowed(before, now)]:
             what = f"{count(len(cast), 'trained parameter')} cast to fewer bits, without master weights: {some(cast)}."
-            yield Hit(at(cast[0].partition(" ")[0]), what)
+            seen = facts.model  # of which a prepared loop looks at the parameters alone
+            yield Hit(at(cast[0].partition(" ")[0]), what, _CAST_COPY if seen.params and not seen.prepared else "")
+
+
+_CAST_COPY = (
+    "Compute in fewer bits under torch.autocast, or with a copy: copy.deepcopy(model).bfloat16(). The bits that are "
+    "lost come back with a checkpoint, and not by model.float()."
+)
+"""How a model that prepkit has not prepared is computed in fewer bits."""
 
 
 def _overwritten(facts: RunFacts) -> Iterator[Hit]:
