@@ -96,8 +96,8 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
             what = f"A DistributedSampler cuts it into {loader.replicas} parts, and ranks hold different data already"
             yield Hit(f"loaders[{index}]", f"{what}: most samples are never read.")
         elif loader.parts > facts.world_size and loader.division == "accelerate":
-            what = f"A DistributedSampler and accelerate divide it, into {loader.parts} parts, and {facts.world_size}"
-            yield Hit(f"loaders[{index}]", f"{what} ranks read one each: the others are never read.")
+            what = f"accelerate divides it, and so does what is inside, into {loader.parts} parts in all, and"
+            yield Hit(f"loaders[{index}]", f"{what} {facts.world_size} ranks read one each: the others are never read.")
         elif loader.parts > loader.replicas and loader.parts > facts.world_size:
             what = f"It is divided twice, into {loader.parts} parts, and {facts.world_size} ranks read one each"
             yield Hit(f"loaders[{index}]", f"{what}: the others are never read.")
