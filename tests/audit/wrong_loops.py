@@ -226,6 +226,14 @@ def sequence_shorter_than_the_trainer(rank: int, world: int) -> None:
     trained_by_transformers(make)
 
 
+def stepped_beside_the_engine(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    engine, *_ = engine_of(model, 1, optimizer=optimizer)
+    for x, y in divided(rank, world):
+        taken(engine, optimizer, fn.cross_entropy(engine(x), y))
+
+
 def decayed_by_an_engine_inside_a_pass(rank: int, world: int) -> None:
     model = net()
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1, "total_num_steps": 3}}
@@ -269,6 +277,7 @@ WRONG: tuple[Loop, ...] = (
         Loop(run, "transformers", rule="run.trainer-schedule")
         for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer, longer_than_the_trainer)
     ),
+    Loop(stepped_beside_the_engine, "deepspeed", 2, rule="run.past-engine"),
     Loop(decayed_by_an_engine_inside_a_pass, "deepspeed", 2, rule="run.scheduler-early"),
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),

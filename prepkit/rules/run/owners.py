@@ -67,6 +67,10 @@ def _micro_batch(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _past(facts: RunFacts) -> Iterator[Hit]:
+    if facts.engine is not None and facts.engine.past:
+        name = facts.optimizers[0].name if facts.optimizers else "optimizer"
+        what = f"`{name}` is called past the engine, and steps master weights without gradients: the model stays as is."
+        yield Hit("optimizer", what)
     for index, optimizer in enumerate(facts.optimizers):
         if facts.engine is not None and not optimizer.engine and optimizer.held:
             what = f"`{optimizer.name}` steps {count(len(optimizer.held), 'parameter')} of the engine past the engine."
