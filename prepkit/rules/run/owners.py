@@ -12,7 +12,7 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
     scheduler = facts.scheduler
-    if scheduler is not None and facts.optimizers and not scheduler.drives_optimizer:
+    if scheduler is not None and facts.optimizers and not scheduler.drives_optimizer and not facts.running:
         yield Hit("scheduler", f"`{scheduler.name}` changes the learning rate of an optimizer that was not given.")
 
 
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         id="run.scheduler-elsewhere",
         summary="The scheduler drives the optimizer that steps.",
         check=_elsewhere,
-        at=(Moment.APPLY, Moment.AUDIT),
+        at=(Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
         needs=(Need.OPTIMIZERS,),
         fix="Make the scheduler from the optimizer that is stepped, and prepare both in one call.",
         source=("pain 15",),
