@@ -22,6 +22,7 @@ from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, sends_by_hand
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
+from prepkit.observe.prepared.optimizers import past_engine
 from prepkit.ranks.arrivals import LOOK_S, Arrivals
 from prepkit.ranks.world import world
 from prepkit.rules import due
@@ -66,6 +67,8 @@ def audit(
     facts = evolve(with_cut(facts, window), gradients_on=there or torch.is_grad_enabled())
     by_hand = window is not None and window.backwards >= (facts.accumulation or 0)  # which backward() divides too
     facts = evolve(facts, inside_window=inside, unused_window=unused and not by_hand)
+    if facts.engine is not None and at_step:
+        facts = evolve(facts, engine=evolve(facts.engine, past=past_engine(optimizer, model)))
     if facts.world_size > 1:
         sends = sends_by_hand() if window is None else ""
         facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends)

@@ -37,6 +37,7 @@ def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> Cou
         unaveraged=tuple(site.path for site in places for one in site.stack if _unsynced(one)) + unaveraged(places),
         options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one, moved)),
         counts=tuple(map(_count, known)),
+        rate=_rate([group.get("lr") for one in known for group in one.param_groups]),
         ticked=ticked if isinstance(ticked, int) else None,
         horizon=None if driver is None else horizon(driver),
     )
@@ -55,8 +56,9 @@ def _options(at: int, many: int, optimizer: Any, moved: Sequence[str]) -> Iterat
     """Numbers and flags of each group, but for what schedulers set; ``moved``: what the one that is given sets too."""
     for group, options in enumerate(optimizer.param_groups):
         where = f"{'optimizer' if many == 1 else f'optimizer[{at}]'}.param_groups[{group}]"
+        cycled = ("momentum", "betas") if "base_momentum" in options else ()  # by OneCycleLR or CyclicLR, if not often
         for name, value in options.items():
-            if name not in (*_BY_SCHEDULERS, *moved) and _plain(value):
+            if name not in (*_BY_SCHEDULERS, *moved, *cycled) and _plain(value):
                 yield f"{where}.{name}", str(value)
 
 
@@ -65,6 +67,12 @@ _BY_SCHEDULERS = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_moment
 
 def _plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, tuple | list) and all(map(_plain, value)))
+
+
+def _rate(rates: list[Any]) -> float | None:
+    """The greatest of them; None where one is no number here."""
+    here = [one.device.type == "cpu" if isinstance(one, Tensor) else isinstance(one, int | float) for one in rates]
+    return max(map(float, rates)) if rates and all(here) else None
 
 
 def _count(optimizer: Any) -> int | None:
@@ -118,6 +126,62 @@ def _numbers(found: list[Any]) -> list[float]:
         for at, value in zip(each, values, strict=True):
             told[at] = value
     return told
+
+
+def highest_in_buffers(places: Iterable[Site], most: float) -> dict[str, float]:
+    """The greatest element of each buffer of up to so many; NaN where one is. Masks hold minus infinity on purpose."""
+    named = {
+        f"{site.path}.{name}".lstrip("."): local(one)
+        for site in places
+        for name, one in (site.module._buffers.items() if site.first else ())
+        if one is not None and one.is_floating_point() and 0 < one.numel() <= most and not one.is_meta
+    }
+    plain = {name: one.detach() for name, one in named.items() if type(one) is Tensor and one.numel()}
+    return dict(zip(plain, _numbers([one.float().amax() for one in plain.values()]), strict=True))
+
+
+def gradients_there(optimizers: Iterable[Any]) -> bool:
+    """Return whether some gradient that is about to be stepped is other than zero."""
+    slots = (param for one in map(inner, optimizers) for group in one.param_groups for param in group["params"])
+    return any(param.grad is not None and bool(local(param.grad).any()) for param in slots)
+
+
+STILL = 32
+"""Steps after which weights are compared: fewer may lie in a warm-up."""
+
+
+@define(eq=False)
+class Moves:
+    """Whether weights move: one is compared at each look, and all of them where that one stays as it was."""
+
+    _one: str = ""
+    _seen: int | None = None
+    """What it held at the last look."""
+    _all: dict[str, int] = field(factory=dict)
+    """What all held after ``_at`` steps."""
+    _at: int = 0
+
+    def look(self, held: Mapping[str, Part], steps: int) -> tuple[bool | None, int]:
+        """Whether the one has moved since the last look; None: it is the first. For how many steps none has; 0: some.
+
+        Where others move the least of them is compared from then on.
+        """
+        if self._one not in held:
+            self._one, self._seen = min(held, key=lambda name: (held[name].numel, name), default=""), None
+        total = int(held[self._one].total()) if self._one else None
+        before, self._seen = self._seen, total
+        if before is None or total != before:
+            self._all = {}
+            return (None if before is None else True), 0
+        if self._all and steps - self._at < STILL:
+            return False, 0
+        now = {name: int(part.total()) for name, part in held.items()}
+        stood, self._all = self._all, now
+        since, self._at = steps - self._at if stood else 0, steps
+        if moved := {name: held[name] for name in now if now[name] != stood.get(name, now[name])}:
+            self._one = min(moved, key=lambda name: (held[name].numel, name))
+            self._seen, self._all = now[self._one], {}
+        return bool(moved), 0 if moved else since
 
 
 @define(eq=False)

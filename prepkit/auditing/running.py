@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
-from math import isqrt
+from math import inf, isqrt
 from typing import Any
 
 import torch
@@ -16,7 +16,15 @@ from attrs import define, evolve, field
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from prepkit.auditing.course import SampledEpochs, at_zero, course, not_finite
+from prepkit.auditing.course import (
+    Moves,
+    SampledEpochs,
+    at_zero,
+    course,
+    gradients_there,
+    highest_in_buffers,
+    not_finite,
+)
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.findings import Finding
 from prepkit.objects.names import Site, first_names, parameters_at, sites
@@ -30,6 +38,8 @@ from prepkit.rules.rule import Moment, findings_of
 
 ROUND = 16
 """Looks within which every weight is compared, whatever its share of the time."""
+SMALL = 2**16
+"""Elements of the largest buffer that a watch reads at each look."""
 OPTIONS = "options of the optimizers"
 """Name under which they travel beside the parameters."""
 
@@ -107,6 +117,9 @@ class RunningLook:
     _changed: dict[str, str] = field(factory=dict, init=False)
     """Options that were other at the look before the last, with what they were."""
     _nonzero: set[str] = field(factory=set, init=False)
+    _finite: set[str] = field(factory=set, init=False)
+    """Buffers that were finite at a look; others may be infinite on purpose, as masks are."""
+    _moves: Moves = field(factory=Moves, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.before = self._seen()
@@ -188,7 +201,8 @@ class RunningLook:
         """With what the chosen weights and their moments hold, and the smallest weight's at each look."""
         sizes = self.rotation.sizes
         names = {*chosen, *sorted(sizes, key=lambda name: (sizes[name], name))[:1]}
-        first = first_names(parameters_at(sites(self.model)))
+        places = sites(self.model)
+        first = first_names(parameters_at(places))
         moments = at_zero(self.optimizers, first, names)
         zeroed = tuple(name for name, zero in moments.items() if zero and name in self._nonzero)
         self._nonzero = (self._nonzero | {name for name, zero in moments.items() if not zero}) - set(zeroed)
@@ -198,13 +212,36 @@ class RunningLook:
         course = evolve(
             now.course,
             not_finite=not_finite(held, sorted(names)),
+            **self._buffers(places),
             zeroed=zeroed,
             altered=tuple((name, self._changed[name], options[name]) for name in rested),
             steps=self.steps,
             repeated=tuple(self.passes.repeated) if self.passes is not None else (),
+            **self._moved(now, held),
         )
         self._changed = changed
         return evolve(now, course=course)
+
+    def _buffers(self, places: list[Site]) -> dict[str, tuple[str, ...]]:
+        """Those that have come to hold NaN, and those that are infinite."""
+        highest = highest_in_buffers(places, inf if self.share is None else SMALL)
+        bad = {name: one for name, one in highest.items() if not one < inf}
+        told = [name for name in bad if name in self._finite]
+        self._finite |= highest.keys() - bad.keys()
+        infinite = tuple(name for name in told if bad[name] == inf)
+        return {"spoiled": tuple(name for name in told if name not in infinite), "unbounded": infinite}
+
+    def _moved(self, now: RunningFacts, held: dict[str, Part]) -> dict[str, Any]:
+        """Whether weights move that are trained by what keeps no masters, which gather what is too little for them."""
+        plain = [
+            names for names, one in zip(now.held, self.facts.optimizers, strict=False) if not (one.engine or one.rounds)
+        ]
+        trained = {one.name for one in now.params if one.requires_grad} & {name for names in plain for name in names}
+        counted = [one for one in now.course.counts if one is not None]
+        steps = self.steps if self.steps is not None else max(counted, default=0)
+        here = {name: part for name, part in held.items() if name in trained and part.values.numel()}
+        moved, still = self._moves.look(here, steps)
+        return {"moved": moved, "still": still if still and gradients_there(self.optimizers) else 0}
 
     def _compared(
         self, now: RunningFacts, begun: float, held: dict[str, Part], chosen: tuple[str, ...]

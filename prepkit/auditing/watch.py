@@ -19,8 +19,8 @@ from prepkit.findings import Finding
 from prepkit.observe.given import said
 from prepkit.observe.prepared.look import look, optimizers_of
 from prepkit.observe.prepared.optimizers import LastSteps, engines, inner
-from prepkit.rules import by_id
-from prepkit.rules.rule import Need, findings_of
+from prepkit.rules import by_id, due
+from prepkit.rules.rule import Moment, Need, findings_of
 
 IDLE = 32
 """Forwards that train without a step of the optimizer, or steps without a tick of the scheduler: fewer say nothing."""
@@ -53,6 +53,8 @@ class DriftWatch:
     _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
     _ticks: Ticks | None = field(default=None, init=False, repr=False)
     _last: LastSteps = field(factory=LastSteps, init=False, repr=False)
+    _given: tuple[Finding, ...] = field(default=(), init=False, repr=False)
+    """What is wrong with the scheduler that was given: told at the first look."""
 
     @property
     def seconds(self) -> float:
@@ -67,6 +69,8 @@ class DriftWatch:
         self._look = RunningLook(model=model, optimizers=known, scheduler=scheduler, facts=facts, share=self.share)
         self._look.steps, self._look.passes = self.steps, SampledEpochs()
         self._look.passes.listen()
+        asked = (rule for rule in due(Moment.DRIFT) if rule.id == "run.scheduler-elsewhere")
+        self._given = findings_of(asked, facts)
         self._engine = next(iter(engines(model)), None)
         if facts.scheduler is not None:
             self._ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
@@ -108,7 +112,7 @@ class DriftWatch:
             return
         self.looks += 1
         self._look.steps = self.steps + (0 if self._refused is None else self._refused.refused)
-        self._tell(self._look.look())
+        self._tell(self._given + self._look.look())
 
     def _over(self, optimizer: Any, *_: Any) -> None:
         if self._last.again(optimizer):

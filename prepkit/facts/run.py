@@ -155,6 +155,8 @@ class EngineFacts:
     scheduler: str | None = None
     """Class of the scheduler that the engine ticks by itself."""
     clipping: float = 0.0
+    past: bool = False
+    """Whether the optimizer inside its own is about to step, and the engine has not called it."""
 
 
 @frozen(kw_only=True)

@@ -147,6 +147,12 @@ class CourseFacts:
     """Per optimizer how many steps its state has counted; None: it counts none."""
     steps: int | None = None
     """Optimizer steps since watching began; None: nobody counts them."""
+    rate: float | None = None
+    """The greatest learning rate of all groups; None: not known."""
+    moved: bool | None = None
+    """Whether a trained weight that is read at each look is other than at the last; None: nobody knows."""
+    still: int = 0
+    """Steps in which no trained weight has changed, though some gradient is other than zero; 0: some has."""
     unstepped: int = 0
     """Forwards that have trained since the optimizer stepped last, where that is many more than ever before; else 0."""
     ticked: int | None = None
@@ -157,6 +163,10 @@ class CourseFacts:
     """Ticks that it is made for; None: none, or not known."""
     not_finite: tuple[str, ...] = ()
     """Of the weights that were read those that are NaN or infinite somewhere."""
+    spoiled: tuple[str, ...] = ()
+    """Buffers that were finite at a look, and hold NaN."""
+    unbounded: tuple[str, ...] = ()
+    """Buffers that were, and hold infinity."""
     zeroed: tuple[str, ...] = ()
     """Of the parameters that were read those whose moments were other than zero before, and are zero."""
     repeated: tuple[str, ...] = ()

@@ -250,6 +250,32 @@ def sampler_under_accelerate(rank: int, world: int) -> Case:
     return case(model, optimizer, loaders=(loader,))
 
 
+def stream(rank: int, world: int, **given: Any) -> Case:
+    """Of four shards, split by rank where the rank is not -1, and prepared by accelerate."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    data = Dataset.from_dict({"x": list(range(32))}).to_iterable_dataset(num_shards=4)
+    data = data if rank < 0 else split_dataset_by_node(data, rank, world)
+    model, ours = net(), accelerator(**given)
+    model, optimizer, loader = ours.prepare(model, adam(model), DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    return case(model, optimizer, loaders=(loader,))
+
+
+def nodes_under_a_dispatcher(rank: int, world: int) -> Case:
+    return stream(rank, world)
+
+
+def nodes_under_accelerate(rank: int, world: int) -> Case:
+    return stream(rank, world, dataloader_config=undispatched())
+
+
+def undispatched() -> Any:
+    from accelerate.utils import DataLoaderConfiguration
+
+    return DataLoaderConfiguration(dispatch_batches=False)
+
+
 def hook_that_averages_nothing(rank: int, world: int) -> Case:
     wrapped = DistributedDataParallel(net())
 

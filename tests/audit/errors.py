@@ -196,6 +196,10 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(
         by_habit.sampler_over_nodes, "run.divided-twice", "datasets", 2, "split_dataset_by_node under a sampler"
     ),
+    *(
+        PlantedError(made, "run.divided-twice", "datasets", 2, "split_dataset_by_node under accelerate")
+        for made in (by_habit.nodes_under_a_dispatcher, by_habit.nodes_under_accelerate)
+    ),
     PlantedError(by_habit.sampler_under_accelerate, "run.divided-twice", "accelerate", 2, "a sampler under accelerate"),
     PlantedError(by_habit.hook_that_averages_nothing, "run.gradients-part", "torch", 2, "a hook that averages nothing"),
     PlantedError(

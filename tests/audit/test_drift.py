@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import prune
 from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler as rates
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -305,6 +306,107 @@ def test_an_option_that_a_schedule_moves_at_each_step_is_no_drift() -> None:
     assert watch.findings == ()
 
 
+@pytest.mark.parametrize("kind", [rates.OneCycleLR, rates.CyclicLR])
+def test_a_momentum_that_a_cycle_writes_once_in_many_steps_is_no_option_that_drifted(kind: Any) -> None:
+    model = net()
+    for optimizer in (torch.optim.SGD(model.parameters(), 0.01, momentum=0.9), adam(model)):
+        given = {"total_steps": 90} if kind is rates.OneCycleLR else {"base_lr": 0.01}
+        scheduler = kind(optimizer, max_lr=0.1, **given)
+        watch = pk.watch(model, optimizer, every=2)
+        for at in range(24):
+            stepped(Case(model=model, optimizer=optimizer, scheduler=scheduler if at % 10 == 9 else None))
+        watch.close()
+        assert watch.findings == ()
+
+
+def test_a_scheduler_of_another_optimizer_is_told_at_the_first_look() -> None:
+    model = net()
+    driven, made_again = adam(model), adam(model)
+    scheduler = rates.CosineAnnealingLR(driven, 100)
+    for optimizer, found in ((made_again, ["run.scheduler-elsewhere"]), (driven, []), ([made_again, driven], [])):
+        watch = pk.watch(model, optimizer, scheduler, every=2)
+        for _ in range(2):
+            assert watch.findings == ()
+            stepped(Case(model=model, optimizer=optimizer))
+        watch.close()
+        assert [one.rule for one in watch.findings] == found
+
+
+def in_bfloat16(lr: float) -> Case:
+    model = net().bfloat16()
+    return Case(model=model, optimizer=torch.optim.SGD(model.parameters(), lr))
+
+
+def warming_up(ticked: bool) -> Case:
+    model = net()
+    optimizer = adam(model)
+    scheduler = rates.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    return Case(model=model, optimizer=optimizer, scheduler=scheduler if ticked else None)
+
+
+def all_but_the_smallest() -> Case:
+    """Of which the smallest weight has a gradient of zero, and stands."""
+    model = net()
+    model.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    return Case(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
+def kept_in_masters() -> Case:
+    model = net().bfloat16()
+    return Case(model=model, optimizer=torch.optim.SGD([one.detach().float() for one in model.parameters()], 1e-9))
+
+
+STILL: dict[str, tuple[Callable[[], Case], str]] = {
+    "too small": (partial(in_bfloat16, 1e-6), "No weight has changed in 32 steps at a rate of 1e-06"),
+    "not ticked": (partial(warming_up, ticked=False), "Its learning rate is 0, as it was 2 steps ago"),
+    "moving": (partial(in_bfloat16, 0.1), ""),
+    "ticked": (partial(warming_up, ticked=True), ""),
+    "all but one": (all_but_the_smallest, ""),
+    "masters": (kept_in_masters, ""),
+}
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_steps_that_change_no_weight_are_told(name: str) -> None:
+    make, text = STILL[name]
+    case = make()
+    dtype = next(case.model.parameters()).dtype
+    watch = pk.watch(case.model, case.optimizer, every=2)
+    for _ in range(50):
+        sum(one.float().sum() * 0 for one in case.model.parameters()).backward()  # each has a gradient, if of zero
+        case.model(torch.randn(4, WIDTH).to(dtype)).float().square().mean().backward()
+        case.optimizer.step()
+        case.optimizer.zero_grad()
+        if case.scheduler is not None:
+            case.scheduler.step()
+    watch.close()
+    assert [one.rule for one in watch.findings] == ["run.drift-still"] * bool(text), watch.findings
+    assert all(text in str(one).replace("\n     ", "") for one in watch.findings)
+
+
+def test_a_buffer_that_is_no_longer_a_number_is_told_and_a_mask_is_none() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model.register_buffer("mask", torch.zeros(4))
+    model.register_buffer("bound", torch.full((), float("inf")))
+    model.register_buffer("scale", torch.ones(()))
+    case = Case(model=model, optimizer=adam(model))
+    watch = pk.watch(model, case.optimizer, every=1)
+    stepped(case, count=3)
+    model.mask[1:] = float("-inf")
+    stepped(case)
+    assert watch.findings == ()
+    with torch.no_grad():
+        model(torch.full((8, WIDTH), float("inf")))
+    stepped(case)
+    model.scale.fill_(float("inf"))
+    stepped(case)
+    watch.close()
+    spoiled, infinite = watch.findings
+    assert "2 buffers came to be NaN since the last look: `1.running_mean`, `1.running_var`." in str(spoiled)
+    assert "1 buffer came to be infinite since the last look: `scale`." in str(infinite)
+    assert (spoiled.severity.value, infinite.severity.value) == ("error", "warning")
+
+
 def test_passes_of_one_order_are_found_where_nobody_sets_the_epoch() -> None:
     for sets, found in ((True, set()), (False, {"run.drift-epoch"})):
         case = tied_with_a_hook()
@@ -541,8 +643,10 @@ def test_a_scheduler_that_is_ticked_no_longer_is_told(name: str) -> None:
         if ticks(at):
             scheduler.step()
     watch.close()
-    assert [one.rule for one in watch.findings] == ["run.drift-ticks"] * bool(says)
-    assert all(f"It was not ticked in the {says}" in one.what for one in watch.findings)
+    told = [one for one in watch.findings if one.rule != "run.drift-still"]  # at an end of which the rate is 0
+    assert [one.rule for one in told] == ["run.drift-ticks"] * bool(says)
+    assert all(f"It was not ticked in the {says}" in one.what for one in told)
+    assert (len(told) < len(watch.findings)) == (name == "at its end")
 
 
 class Renamed(nn.Module):

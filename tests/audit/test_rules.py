@@ -233,6 +233,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.drift-counts": onwards({"counts": (7,)}, {"counts": (1,)}),
     "run.drift-mode": later(course=CourseFacts(resting=("drop",))),
     "run.drift-options": later(course=CourseFacts(altered=(("param_groups[0].eps", "1e-08", "0.1"),))),
+    "run.drift-still": onwards({"rate": 0.0, "steps": 9}, {"rate": 0.0, "moved": False, "steps": 12}),
     "run.drift-unstepped": later(course=CourseFacts(unstepped=40)),
     "run.drift-ticks": onwards({"ticked": 9, "horizon": 10, "steps": 9}, {"ticked": 13, "horizon": 10, "steps": 11}),
     "run.drift-epoch": later(course=CourseFacts(repeated=("of 32 samples, at epoch 0",))),

@@ -79,13 +79,21 @@ def _division(loader: Any) -> tuple[Division, int, int]:
 
 
 def _parts(loader: Any) -> int:
-    """Of a sampler that divides inside a loader that accelerate divides: the product of both."""
-    parts = 1
-    for one in _chain(loader):
-        accelerates = type(one).__module__.startswith("accelerate.") and hasattr(one, "process_index")
-        if isinstance(one, DistributedSampler) or accelerates:
+    """Of all that divides inside a loader that accelerate divides: the product.
+
+    accelerate's own loaders cut a stream of ``datasets``, or let rank 0 read it for all, whoever has split it before.
+    """
+    parts, chain = 1, _chain(loader)
+    accelerates = any(type(one).__module__.startswith("accelerate.") and hasattr(one, "process_index") for one in chain)
+    for one in chain:
+        ours = type(one).__module__.startswith("accelerate.")
+        if (split := getattr(one, "_distributed", None)) is not None:
+            parts *= int(split.world_size)
+        elif isinstance(one, DistributedSampler) or (ours and hasattr(one, "process_index")):
             told = getattr(one, "num_replicas", None) or getattr(one, "num_processes", None)
             parts *= told if isinstance(told, int) and told > 0 else 1
+        elif ours and type(one).__name__ in ("DataLoaderShard", "DataLoaderDispatcher") and not accelerates:
+            parts *= world().size if any(hasattr(other, "_distributed") for other in chain) else 1
     return parts
 
 

@@ -92,6 +92,21 @@ def optimizer_of(engine: Any, optimizer: Any) -> bool:
     return any(one is not None and one is optimizer for one in chain)
 
 
+def past_engine(optimizers: Any, model: nn.Module) -> bool:
+    """Return whether what is about to step is inside a DeepSpeed optimizer, and its caller is not the engine.
+
+    It steps master weights, to which the engine alone hands gradients.
+    """
+    first = inner(optimizers[0] if isinstance(optimizers, list | tuple) and optimizers else optimizers)
+    around = [(one, one.optimizer) for one in engines(model) if getattr(one.optimizer, "optimizer", None) is first]
+    frame = sys._getframe(1)
+    while around and frame is not None:
+        if any(frame.f_locals.get("self") is one for one in around[0]):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return first is not None and bool(around)
+
+
 def prepared_optimizer(given: Any, model: nn.Module, first: dict[int, str], *, state: bool = True) -> PreparedOptimizer:
     """Facts of one optimizer; ``first`` gives each parameter's name by ``id``. ``state``: look at its state too."""
     optimizer = inner(given)

@@ -74,6 +74,17 @@ def _ticks(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("scheduler", what)
 
 
+def _still(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in _pairs(facts):
+        steps = _steps(now) - _steps(before)
+        if now.still:
+            at_rate = f" at a rate of {now.rate:g}" if now.rate is not None else ""
+            what = f"No weight has changed in {now.still} steps{at_rate}, and gradients are not zero."
+            yield Hit("optimizer", what)
+        elif before.rate == now.rate == 0 and now.moved is False and steps > 1:
+            yield Hit("optimizer", f"Its learning rate is 0, as it was {steps} steps ago: no weight has changed.")
+
+
 def _epochs(facts: RunFacts) -> Iterator[Hit]:
     for before, now in _pairs(facts):
         for sampler in now.repeated:
@@ -128,6 +139,14 @@ _DRIFT_COURSE: tuple[Rule, ...] = (
         "Options of an optimizer stay what they were, unless something moves them all the time.",
         _options,
         "Drop the line that writes into param_groups; nothing, where it is meant.",
+        Severity.WARNING,
+    ),
+    _rule(
+        "still",
+        "While steps are taken weights change.",
+        _still,
+        "Tick the scheduler that raises the rate, end where its schedule ends, or give a higher one; keep weights in "
+        "float32, as bfloat16 rounds away what is below 1/256 of a weight; nothing, where it is to rest.",
         Severity.WARNING,
     ),
     _rule(

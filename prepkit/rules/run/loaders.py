@@ -95,8 +95,8 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
         if loader.division == "sampler" and loader.replicas > 1 and len(contents) > 1 and _readers(facts) > 1:
             yield _other_data(facts, index)
         elif loader.parts > facts.world_size and loader.division == "accelerate":
-            what = f"A DistributedSampler and accelerate divide it, into {loader.parts} parts, and {facts.world_size}"
-            yield Hit(f"loaders[{index}]", f"{what} ranks read one each: the others are never read.")
+            what = f"accelerate divides it, and so does what is inside, into {loader.parts} parts in all, and"
+            yield Hit(f"loaders[{index}]", f"{what} {facts.world_size} ranks read one each: the others are never read.")
         elif loader.parts > loader.replicas and loader.parts > facts.world_size:
             what = f"It is divided twice, into {loader.parts} parts, and {facts.world_size} ranks read one each"
             yield Hit(f"loaders[{index}]", f"{what}: the others are never read.")

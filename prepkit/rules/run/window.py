@@ -245,11 +245,14 @@ def _ends(facts: RunFacts) -> Iterator[Hit]:
     if scheduler.horizon < seen.ticks:
         end = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
         yield Hit("scheduler", f"{made}, and {end}", f"Make it for {seen.ticks} ticks.")
-    elif seen.ticks * 2 <= scheduler.horizon <= seen.steps:
-        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps: it hardly begins."
-        yield Hit(
-            "scheduler", f"{made}, and {ticks}", "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
-        )
+    elif seen.ticks * scheduler.ticks * 2 <= scheduler.horizon:
+        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps"
+        if seen.ticks < seen.steps and scheduler.horizon <= seen.steps:
+            fix = "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
+            yield Hit("scheduler", f"{made}, and {ticks}: it hardly begins.", fix)
+        else:
+            fix = f"Make it for {seen.ticks} ticks; nothing, where training is to end before it does, as in a trial."
+            yield Hit("scheduler", f"{made}, and {ticks}: most of it is left out.", fix)
 
 
 _UNLABEL = "labels.masked_fill(attention_mask == 0, -100), with the tokenizer's attention_mask"
