@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import RefusedSteps, SampledEpochs, Ticks
+from prepkit.auditing.course import KeptGradients, RefusedSteps, SampledEpochs, Ticks
 from prepkit.auditing.running import RunningLook
 from prepkit.court import report
 from prepkit.findings import Finding
@@ -50,6 +50,7 @@ class DriftWatch:
     """That came before a step so far."""
     _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
     _ticks: Ticks | None = field(default=None, init=False, repr=False)
+    _kept: KeptGradients | None = field(default=None, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -70,6 +71,10 @@ class DriftWatch:
         stepping = _stepping(known[0])
         self._refused = RefusedSteps(stepping, made=self.steps)
         self._refused.listen()
+        if self._engine is None:  # which keeps gradients where nobody sees them
+            torchs = [one for one in map(inner, known) if isinstance(one, torch.optim.Optimizer)]
+            self._kept = KeptGradients(torchs, self._due, self._told)
+            self._kept.listen()
         self._handles.append(stepping.register_step_pre_hook(self._before_step))
         self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
 
@@ -77,8 +82,9 @@ class DriftWatch:
         """Looks no more."""
         while self._handles:
             self._handles.pop().remove()
-        if self._refused is not None:
-            self._refused.close()
+        for one in (self._refused, self._kept):
+            if one is not None:
+                one.close()
         if self._look is not None and self._look.passes is not None:
             self._look.passes.close()
 
@@ -98,6 +104,14 @@ class DriftWatch:
         self.looks += 1
         self._look.steps = self.steps + (0 if self._refused is None else self._refused.refused)
         self._tell(self._look.look())
+
+    def _due(self) -> bool:
+        """Whether gradients that are stepped now are followed: of the first step, and of each that is looked at."""
+        return self.steps == 1 or (self.steps > 0 and self.steps % self.every == 0)
+
+    def _told(self, rule: str, **seen: Any) -> None:
+        if self._look is not None:
+            self._tell(self._look.idle(rule, **{name: self._look.named(value) for name, value in seen.items()}))
 
     def before_forward(self, model: nn.Module) -> None:
         """Counts a forward that trains; one that is many more than ever came before a step tells that none comes."""
