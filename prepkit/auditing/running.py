@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from math import inf, isqrt
 from typing import Any
@@ -149,13 +149,18 @@ class RunningLook:
         return found
 
     def idle(self, told_by: str, **seen: Any) -> tuple[Finding, ...]:
-        """What one rule says of so many forwards without a step, or steps without a tick.
+        """What one rule says of what was seen between two looks, such as so many forwards without a step.
 
         Asks no other rank: these may have stepped.
         """
         now = evolve(self.before, course=evolve(self.before.course, **seen))
         asked = [rule for rule in due(Moment.DRIFT) if rule.id == told_by]
         return findings_of(asked, evolve(self.facts, running=((self.before, now),), unlike=(), ranks=()))
+
+    def named(self, values: Iterable[Any]) -> tuple[str, ...]:
+        """Names of parameters, those that the model does not have by their shapes; of words the words."""
+        first = first_names(parameters_at(sites(self.model)))
+        return tuple(one if isinstance(one, str) else first.get(id(one), f"{[*one.shape]}") for one in values)
 
     def _seen(self) -> RunningFacts:
         places = sites(self.model)

@@ -11,7 +11,7 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import RefusedSteps, SampledEpochs, Ticks
+from prepkit.auditing.course import KeptGradients, RefusedSteps, SampledEpochs, Ticks
 from prepkit.auditing.running import RunningLook, replaced, taken_over
 from prepkit.court import report
 from prepkit.facts.run import RunFacts
@@ -55,6 +55,7 @@ class DriftWatch:
     _last: LastSteps = field(factory=LastSteps, init=False, repr=False)
     _given: tuple[Finding, ...] = field(default=(), init=False, repr=False)
     """What is wrong with the scheduler that was given: told at the first look."""
+    _kept: KeptGradients | None = field(default=None, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -78,8 +79,10 @@ class DriftWatch:
         self._refused = RefusedSteps(stepping, made=self.steps)
         self._refused.listen()
         self._handles.append(stepping.register_step_pre_hook(self._before_step))
-        each = known if self._engine is None else ()  # whose parts DeepSpeed steps one by one
+        each = known if self._engine is None else ()  # DeepSpeed steps part by part, and keeps gradients to itself
         own = [one for one in map(inner, each) if isinstance(one, torch.optim.Optimizer)]
+        self._kept = KeptGradients(own, self._due, self._told)
+        self._kept.listen()
         self._handles += [one.register_step_pre_hook(self._over) for one in own]
         self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
 
@@ -87,8 +90,9 @@ class DriftWatch:
         """Looks no more."""
         while self._handles:
             self._handles.pop().remove()
-        if self._refused is not None:
-            self._refused.close()
+        for one in (self._refused, self._kept):
+            if one is not None:
+                one.close()
         if self._look is not None and self._look.passes is not None:
             self._look.passes.close()
 
@@ -118,6 +122,14 @@ class DriftWatch:
         if self._last.again(optimizer):
             over = RunFacts(restepped=type(optimizer).__name__)
             self._tell(findings_of((by_id()["run.stepped-again"],), over))
+
+    def _due(self) -> bool:
+        """Whether gradients that are stepped now are followed: of the first step, and of each that is looked at."""
+        return self.steps == 1 or (self.steps > 0 and self.steps % self.every == 0)
+
+    def _told(self, rule: str, **seen: Any) -> None:
+        if self._look is not None:
+            self._tell(self._look.idle(rule, **{name: self._look.named(value) for name, value in seen.items()}))
 
     def before_forward(self, model: nn.Module) -> None:
         """Counts a forward that trains; one that is many more than ever came before a step tells that none comes."""

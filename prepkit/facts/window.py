@@ -171,3 +171,9 @@ class CourseFacts:
     """Of the parameters that were read those whose moments were other than zero before, and are zero."""
     repeated: tuple[str, ...] = ()
     """Samplers that have given two whole passes in one order, with the epoch of it."""
+    left: tuple[str, ...] = ()
+    """Parameters whose gradients were stepped, not cleared, added to and stepped again, of those that are followed."""
+    twice: tuple[str, ...] = ()
+    """Likewise those of which two optimizers have stepped one gradient, one after the other."""
+    steppers: tuple[str, ...] = ()
+    """Classes of the two."""

@@ -419,6 +419,7 @@ def test_passes_of_one_order_are_found_where_nobody_sets_the_epoch() -> None:
             for x, _ in DataLoader(rows(), 8, sampler=sampler):
                 case.model(x).square().mean().backward()
                 case.optimizer.step()
+                case.optimizer.zero_grad()
         watch.close()
         assert {one.rule for one in watch.findings} == found
         assert DistributedSampler.__iter__ is plain
@@ -671,6 +672,7 @@ def test_code_that_is_compiled_in_each_step_is_found() -> None:
         model.name = f"step {at}"
         fast(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
+        optimizer.zero_grad()
     watch.close()
     torch._dynamo.utils.guard_failures.clear()
     assert [one.rule for one in watch.findings] == ["run.recompiled"]

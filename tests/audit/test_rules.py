@@ -234,6 +234,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.drift-mode": later(course=CourseFacts(resting=("drop",))),
     "run.drift-options": later(course=CourseFacts(altered=(("param_groups[0].eps", "1e-08", "0.1"),))),
     "run.drift-still": onwards({"rate": 0.0, "steps": 9}, {"rate": 0.0, "moved": False, "steps": 12}),
+    "run.left-over": later(course=CourseFacts(left=NAMES[:1])),
     "run.drift-unstepped": later(course=CourseFacts(unstepped=40)),
     "run.drift-ticks": onwards({"ticked": 9, "horizon": 10, "steps": 9}, {"ticked": 13, "horizon": 10, "steps": 11}),
     "run.drift-epoch": later(course=CourseFacts(repeated=("of 32 samples, at epoch 0",))),
@@ -258,6 +259,7 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
+    "run.stepped-twice": later(course=CourseFacts(twice=NAMES[:1], steppers=("AdamW", "SGD"))),
     "run.no-master-weights": with_params(dtype="bfloat16"),
     "run.missed": later(params=(evolve(RUNNING.params[0], known=False, served=False), *RUNNING.params[1:])),
     "run.orphans": later(held=(NAMES[1:],), orphans=(1,)),

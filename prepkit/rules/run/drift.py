@@ -92,6 +92,13 @@ def _epochs(facts: RunFacts) -> Iterator[Hit]:
                 yield Hit("loaders", f"A DistributedSampler {sampler}, has given two passes in one order.")
 
 
+def _left(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in _pairs(facts):
+        if now.left:
+            what = "Gradients of a step were there when the next backward began, and were stepped with what it added"
+            yield Hit("optimizer", f"{what}: {some(now.left)}.")
+
+
 def _unstepped(facts: RunFacts) -> Iterator[Hit]:
     for _, now in _pairs(facts):
         if now.unstepped:
@@ -441,6 +448,14 @@ RULES: tuple[Rule, ...] = (
             "nothing, for a warm-up by hand that the scheduler goes on from."
         ),
         severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.left-over",
+        summary="Gradients are cleared between one step and the next.",
+        check=_left,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE, Need.OPTIMIZERS),
+        fix="Call optimizer.zero_grad() after every step.",
     ),
     *_DRIFT_COURSE,
 )
