@@ -13,6 +13,7 @@ from torch import Tensor
 
 from prepkit.proving.parts_of import replicas
 from prepkit.proving.record_file import Record, Traced, read
+from prepkit.proving.trace import COMPILED
 
 MARGIN = 8.0
 """By how much more than what came before, or than rounding, an output may differ."""
@@ -164,17 +165,19 @@ def _keyed(record: Record, micro: int, kind: str) -> dict[Key, int]:
     found: dict[Key, int] = {}
     for at, one in enumerate(record.head.trace):
         if one.micro == micro and one.kind == kind:
-            what = (one.kind, one.path, one.operator, one.shape)
+            what = (one.kind, one.path, one.operator * (kind == "operator"), one.shape)
             found[*what, seen.get(what, 0)] = at
             seen[what] = seen.get(what, 0) + 1
     return found
 
 
 def _floors(record: Record) -> list[float]:
-    """Rounding at each entry of a trace: that of the coarsest dtype which anything has had by then."""
-    inside = any(one.kind == "operator" for one in record.head.trace)  # else compiled modules hide what they compute in
-    begins = "float32" if inside else record.head.dtype
-    return list(accumulate((_eps(one.dtype) for one in record.head.trace), max, initial=_eps(begins)))[1:]
+    """Rounding at each entry of a trace: that of the coarsest dtype which anything has had by then.
+
+    Compiled modules hide what they compute in.
+    """
+    kinds = (record.head.dtype if one.operator == COMPILED else one.dtype for one in record.head.trace)
+    return list(accumulate(map(_eps, kinds), max, initial=_eps("float32")))[1:]
 
 
 def _eps(dtype: str) -> float:

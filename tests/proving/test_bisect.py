@@ -229,6 +229,53 @@ def test_a_layer_that_one_of_them_computes_in_a_coarser_dtype_is_a_difference(tu
     assert not between(records[1], (_recorded(coarse_layer),)).stage
 
 
+def _scales(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend of torch.compile that gives other outputs than the model."""
+    del inputs
+    return lambda *given: tuple(1.01 * one if one.is_floating_point() else one for one in graph.forward(*given))
+
+
+def child(model: Any, backend: Any) -> Any:
+    model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
+    return model
+
+
+def in_place(model: Any, backend: Any) -> Any:
+    model.blocks[1].compile(backend=backend)
+    return model
+
+
+def root(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def function(model: Any, backend: Any) -> Any:
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend=backend)
+    return model
+
+
+def _compiled(how: Callable[[Any, Any], Any], backend: Any) -> Record:
+    torch.compiler.reset()
+    model = how(_plain(), backend)
+    optimizer = adam(model)
+    with (recorder := Recorder(root=model, traces=True)).on():
+        for x, y in micros(2, rank=0):
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+    return recorder.record()
+
+
+@pytest.mark.parametrize(("how", "where"), [(child, "blocks.1"), (in_place, "blocks.1"), (root, ""), (function, "")])
+def test_what_is_compiled_runs_compiled_while_its_outputs_are_noted(how: Any, where: str) -> None:
+    plain, same, scaled = _compiled(lambda model, _: model, None), _compiled(how, "aot_eager"), _compiled(how, _scales)
+    assert not between((plain,), (same,)).stage, str(between((plain,), (same,)))
+    found = between((same,), (scaled,))
+    assert (found.stage, found.where) == ("forward", where or found.where), str(found)
+    paths = {one.path for one in same.head.trace if one.kind == "module"}
+    assert "blocks.0.inner" in paths or how is root
+    assert "blocks.1.inner" not in paths, paths
+
+
 def kept(rank: int, world: int, folder: str, engine: str) -> None:
     model: Any = net()
     model = DDP(model) if engine == "ddp" else fully_shard(model)

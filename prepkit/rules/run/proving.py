@@ -270,13 +270,13 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{facts.unproven}.")
     for why in facts.unstepped:
         yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
-    if facts.unrepeated and not (facts.outputs or facts.options_apart):
+    if facts.unrepeated and not (facts.outputs or facts.options_apart or weights_by_rank(facts)):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
 
 
 def _outputs(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.outputs:
+    if facts.outputs and not weights_by_rank(facts):  # which it tells
         others = f" (and {count(len(facts.outputs) - 1, 'other')})" if len(facts.outputs) > 1 else ""
         untold = ". Gradients were not compared" if facts.unrepeated else ""
         yield Hit("outputs", f"What the loop gets is not what the model returns: {facts.outputs[0]}{others}{untold}.")
