@@ -171,6 +171,7 @@ class Quiet:
         return self
 
     def __call__(self, *_: Any, **__: Any) -> Quiet:
+        """Return itself, for whatever is done with what a logger returns."""
         return self
 
 

@@ -12,7 +12,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, counts, kinds, mean, norm, steps_apart
+from prepkit.rules.run.proof_causes import MARGIN, causes, counts, mean, norm, steps_apart, tasks
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
@@ -93,7 +93,7 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
 def _tokens(facts: ProofFacts) -> Iterator[Hit]:
     by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
     for share in facts.shares:
-        by.setdefault(share.kind if kinds(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
+        by.setdefault(share.kind if tasks(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
     found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
     apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
     if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
