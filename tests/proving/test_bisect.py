@@ -188,22 +188,36 @@ def test_where_masks_differ_the_operator_that_draws_them_is_named_and_not_the_me
 class Keys(nn.Module):
     """Attention with a bias of its keys, whose gradient is nothing but rounding: softmax takes no constant."""
 
-    def __init__(self, eager: bool, wrong: float) -> None:
+    def __init__(self, eager: bool) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-        self.eager, self.wrong = eager, wrong
+        self.eager = eager
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        return self.attend(self.query(x), self.key(x), self.value(x))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.eager:
-            return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value * self.wrong
+            return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
-def attending(eager: bool, by: float = 1.0, wrong: float = 1.0) -> Record:
+class Fused(Keys):
+    """One layer makes all three."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__(eager)
+        self.value = nn.Linear(8, 24)
+        del self.query, self.key
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.value(x).chunk(3, -1))
+
+
+def attending(kind: type[Keys], eager: bool, by: float = 1.0, lr: float = 1e-2) -> Record:
     torch.manual_seed(0)
-    model, x = Keys(eager, wrong), torch.randn(4, 16, 8)
-    optimizer = adam(model)
+    model, x = kind(eager), torch.randn(4, 16, 8)
+    optimizer = adam(model, lr)
     with (recorder := Recorder(root=model, traces=True)).on():
         (model(x) - 1).square().mean().backward()
         assert model.value.bias.grad is not None
@@ -212,13 +226,16 @@ def attending(eager: bool, by: float = 1.0, wrong: float = 1.0) -> Record:
     return recorder.record()
 
 
-def test_a_gradient_that_cancels_to_rounding_is_no_difference_nor_is_its_step() -> None:
-    plain = attending(eager=False)
-    assert float(plain.tensors["grad/key.bias"].norm()) < 1e-6 * float(plain.tensors["grad/query.bias"].norm())
-    found = between((plain,), (attending(eager=True),))
+@pytest.mark.parametrize("kind", [Keys, Fused])
+def test_a_gradient_that_cancels_to_rounding_is_no_difference_nor_is_its_step(kind: type[Keys]) -> None:
+    plain = attending(kind, eager=False)
+    keys = plain.tensors["grad/key.bias"] if kind is Keys else plain.tensors["grad/value.bias"][8:16]
+    assert float(keys.norm()) < 1e-6 * float(plain.tensors["grad/value.bias"].norm())
+    found = between((plain,), (attending(kind, eager=True),))
     assert not found.stage, str(found)
-    found = between((plain,), (attending(eager=True, by=1.01),))
+    found = between((plain,), (attending(kind, eager=True, by=1.01),))
     assert (found.stage, found.where) == ("gradients", "value.bias"), str(found)
+    assert between((plain,), (attending(kind, eager=True, lr=1.01e-2),)).stage == "step"
 
 
 @pytest.mark.parametrize("turned", [False, True])
