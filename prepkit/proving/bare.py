@@ -31,6 +31,9 @@ HOOKS: Tables = (
 )
 """Where a module keeps the hooks of its forward, and what it knows of each."""
 
+LOGS = ("log", "log_dict", "print")
+"""Methods of a library's module that compute nothing."""
+
 
 def bare_copy(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
     """A module of the classes that its author wrote, with these weights by canonical name. ``model`` stays as it is.
@@ -132,7 +135,7 @@ def _plain_class(cls: type) -> type:
 
 
 def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], copied: dict[int, Any]) -> None:
-    """Everything else that stands in the instance, but for what a library has put there."""
+    """Everything else that stands in the instance, but for what a library has put in the place of the class's own."""
     internal = vars(nn.Module())
     stood = vars(module)
     ours = {"forward", "_original_forward"} if {MARK, FP8_MARK, "_original_forward"} & stood.keys() else set()
@@ -145,9 +148,10 @@ def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], 
             or key.startswith(("_prepkit", "_fsdp", "__composable", "ds_", "_ds_", "_hf_hook"))
         ):
             continue
-        if key == "_compiled_call_impl" or _foreign(value):
+        if key == "_compiled_call_impl" or (_foreign(value) and hasattr(type(module), key)):  # as a ``forward``
             continue
-        vars(shell)[key] = _copied(value, copied)
+        vars(shell)[key] = _lent(value) if _foreign(value) else _copied(value, copied)
+    vars(shell).update((key, _nothing) for key in LOGS if _foreign(getattr(type(module), key, None)))
     _hooks(module, shell, HOOKS, copied)
 
 
@@ -170,6 +174,33 @@ def _copied(value: Any, copied: dict[int, Any]) -> Any:
         return copy.deepcopy(value, dict(copied))
     except (TypeError, RuntimeError, NotImplementedError):  # a lock, a file, a graph, a process group
         return value
+
+
+class Quiet:
+    """A logger that takes everything and writes nothing."""
+
+    def __getattr__(self, name: str) -> Quiet:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Quiet:
+        """Return itself, for whatever is done with what a logger returns."""
+        return self
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Logs nothing: what was logged in the run is not logged again."""
+
+
+def _lent(value: Any) -> Any:
+    """What a library keeps in a module, as a Trainer, which the forward may ask: the same object, without loggers."""
+    value = getattr(getattr(value, "__repr__", None), "__self__", value)  # Lightning keeps a weak proxy of a Fabric
+    if "_loggers" not in getattr(value, "__dict__", ()):
+        return value
+    lent = copy.copy(value)
+    lent._loggers = [Quiet() for _ in value._loggers]
+    return lent
 
 
 def _foreign(value: Any) -> bool:

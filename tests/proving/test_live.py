@@ -170,6 +170,23 @@ def test_each_loss_is_divided_by_the_micro_batches_of_a_full_window(name: str) -
         ready.close()
 
 
+@pytest.mark.parametrize(("first", "later", "told"), [(1.0, 0.1, ()), (1.0, 1.0, ("prove.tokens",))])
+@pytest.mark.filterwarnings("ignore:warning prove.tokens")
+def test_losses_of_one_micro_batch_may_weigh_as_they_like(first: float, later: float, told: tuple[str, ...]) -> None:
+    """Where each has its weight in every micro-batch, no sample weighs more than another."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(accumulation=2), model, optimizer=optimizer), prove=1)
+    for at in range(2):
+        x, more = torch.randn(3, 4), 1.0 if later < 1 or at else 5.0
+        ready.backward(first * more * ready.model(x).square().mean(), more=True)
+        ready.backward(later * ready.model(x + 1).abs().mean())
+        ready.step()
+    assert {one.rule for one in told_of(ready) if one.severity is not Severity.NOTE} == {*told}
+    ready.close()
+
+
 def by_hand(by: float, windows: int = 2, prove: int = 2) -> pk.Prepared:
     """A run whose loop goes backward and steps by itself, over two micro-batches that are divided by ``by``."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, counts, kinds, mean, norm, steps_apart
+from prepkit.rules.run.proof_causes import MARGIN, causes, counts, mean, norm, steps_apart, tasks
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
@@ -94,7 +94,7 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
 def _tokens(facts: ProofFacts) -> Iterator[Hit]:
     by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
     for share in facts.shares:
-        by.setdefault(share.kind if kinds(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
+        by.setdefault(share.kind if tasks(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
     found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
     apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
     if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
@@ -272,13 +272,13 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{facts.unproven}.")
     for why in facts.unstepped:
         yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
-    if facts.unrepeated and not (facts.outputs or facts.options_apart):
+    if facts.unrepeated and not (facts.outputs or facts.options_apart or weights_by_rank(facts)):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
 
 
 def _outputs(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.outputs:
+    if facts.outputs and not weights_by_rank(facts):  # which it tells
         others = f" (and {count(len(facts.outputs) - 1, 'other')})" if len(facts.outputs) > 1 else ""
         untold = ". Gradients were not compared" if facts.unrepeated else ""
         yield Hit("outputs", f"What the loop gets is not what the model returns: {facts.outputs[0]}{others}{untold}.")
