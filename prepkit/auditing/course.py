@@ -13,6 +13,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 
@@ -137,7 +138,11 @@ def highest_in_buffers(places: Iterable[Site], most: float) -> dict[str, float]:
         f"{site.path}.{name}".lstrip("."): local(one)
         for site in places
         for name, one in (site.module._buffers.items() if site.first else ())
-        if one is not None and one.is_floating_point() and 0 < one.numel() <= most and not one.is_meta
+        if one is not None and not is_lazy(one) and one.is_floating_point() and not one.is_meta and one.numel() <= most
+        and not is_lazy(one)
+        and one.is_floating_point()
+        and 0 < one.numel() <= most
+        and not one.is_meta
     }
     plain = {name: one.detach() for name, one in named.items() if type(one) is Tensor and one.numel()}
     return dict(zip(plain, _numbers([one.float().amax() for one in plain.values()]), strict=True))

@@ -491,13 +491,14 @@ def test_a_loop_that_steps_each_gradient_once_hears_nothing_and_one_that_steps_i
         watch = pk.watch(model, each, every=1000)
         for _ in range(4):
             window()
-        assert watch.findings == ()
+        before = ["run.left-over"] if how == "that clears nothing" else []
+        assert [one.rule for one in watch.findings] == before
         if twice and how != "of a closure":
             backward(model)
             each[0].step()
             with pytest.warns(FindingWarning, match="steps once more over the gradients of its last step"):
                 each[0].step()
-            assert [one.rule for one in watch.findings] == ["run.stepped-again"]
+            assert [one.rule for one in watch.findings] == [*before, "run.stepped-again"]
         watch.close()
 
 
@@ -609,6 +610,7 @@ def test_windows_may_grow() -> None:
             for _ in range(window):
                 case.model(torch.randn(4, WIDTH)).square().mean().backward()
             case.optimizer.step()
+            case.optimizer.zero_grad()
     watch.close()
     assert watch.findings == ()
 

@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
 from prepkit.findings.text import spans
 from prepkit.objects.deepspeed import stepped
+from prepkit.objects.joint_optimizer import held
 from prepkit.objects.local_part import local
 from prepkit.objects.names import known_bases, named_parameters
 from prepkit.observe.fingerprints.tensor import fingerprint
@@ -36,7 +37,7 @@ KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor
 """Optimizers of torch that have state of every parameter from their first step on, and none before."""
 
 
-_Seen = tuple[Any, int, Tensor]
+_Seen = tuple[Any, int, Tensor, Tensor]
 CHOSEN, ELEMENTS = 8, 16
 """Gradients of an optimizer by which they are known again, and elements of each."""
 
@@ -51,7 +52,8 @@ class LastSteps:
         """Before a step: whether nothing has made, written or cleared its gradients since this optimizer's last one."""
         before, self._seen[optimizer] = self._seen.get(optimizer, []), [*_chosen(optimizer)]
         now = self._seen[optimizer]
-        return bool(now) and len(now) == len(before) and all(map(_same, before, now))
+        same = bool(now) and len(now) == len(before) and all(map(_same, before, now))
+        return same and any(not torch.equal(one[3], other[3]) for one, other in zip(before, now, strict=True))
 
 
 def _same(one: _Seen, other: _Seen) -> bool:
@@ -60,13 +62,21 @@ def _same(one: _Seen, other: _Seen) -> bool:
 
 
 def _chosen(optimizer: Any) -> Iterator[_Seen]:
-    """Yield some gradients, how often each was written, and elements: what CUDA's graphs write nobody counts."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    grads = [param.grad for param in params if param.grad is not None and param.grad.layout is torch.strided]
-    for grad in grads[:: len(grads) // CHOSEN + 1]:
-        part = local(grad.detach())
-        row = part[(0,) * (part.dim() - 1)][:ELEMENTS] if part.dim() and part.numel() else part
-        yield TensorWeakRef(grad), grad._version + local(grad)._version, row.clone()
+    """Yield some gradients, how often each was written, and elements: what CUDA's graphs write nobody counts.
+
+    And elements of the weight: a class whose step calls its parent's is asked twice before either has acted.
+    """
+    params = [param for param in held(optimizer) if param.grad is not None and param.grad.layout is torch.strided]
+    for param in params[:: len(params) // CHOSEN + 1]:
+        grad = param.grad
+        assert grad is not None, "chosen by it"
+        yield TensorWeakRef(grad), grad._version + local(grad)._version, _elements(grad), _elements(param)
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    part = local(tensor.detach())
+    row = part[(0,) * (part.dim() - 1)][:ELEMENTS] if part.dim() and part.numel() else part
+    return row.clone()
 
 
 def inner(wrapped: Any) -> Any:
