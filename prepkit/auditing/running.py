@@ -207,7 +207,7 @@ class RunningLook:
         self._changed = changed
         return evolve(now, course=course)
 
-    def _buffers(self, places: list[Site]) -> dict[str, tuple[str, ...]]:
+    def _buffers(self, places: list[Site]) -> dict[str, Any]:
         """Those that have come to hold NaN, and those that are infinite."""
         highest = highest_in_buffers(places, inf if self.share is None else SMALL)
         bad = {name: one for name, one in highest.items() if not one < inf}
