@@ -6,9 +6,9 @@ from typing import Literal
 
 from attrs import frozen
 
-OddSample = Literal["", "shifted", "unmasked", "counted"]
-"""What is wrong in a sample of a causal language model: labels that are shifted already, pads without a mask, pads that
-count as labels."""
+OddSample = Literal["", "shifted", "unmasked", "learned", "both", "counted"]
+"""What is wrong in a sample of a causal language model: labels that are shifted already; without a mask, pads before
+the text, pads behind it that count as labels, and pads before it that count; masked pads that count as labels."""
 
 
 @frozen(kw_only=True)
@@ -72,6 +72,8 @@ class WorkersAlike:
     """What is alike."""
     sure: bool = True
     """False: nobody could tell whether the data set draws at all."""
+    anew: str = ""
+    """What gives a worker a generator of its own, as code; empty: there is none among the data set's attributes."""
 
 
 @frozen(kw_only=True)
@@ -104,6 +106,14 @@ class WindowFacts:
     """How often it went backward."""
     undivided: bool = False
     """Whether a loss went backward past accelerate, divided by nothing."""
+    cleared: str = ""
+    """The line of the program that has cleared gradients since the last backward; empty: none has."""
+    rebuilt: str = ""
+    """The line of the last backward, where its loss leads to no parameter; empty: it leads to some, or is large."""
+    taken: str = ""
+    """The line that has computed gradients of parameters by ``torch.autograd.grad`` since the last backward."""
+    reentrant: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Reentrant checkpoints that were given no input that requires a gradient: the line, and what trains inside."""
     recompiled: tuple[tuple[str, int], ...] = ()
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
     text: OddSample = ""
@@ -165,3 +175,9 @@ class CourseFacts:
     """Of the parameters that were read those whose moments were other than zero before, and are zero."""
     repeated: tuple[str, ...] = ()
     """Samplers that have given two whole passes in one order, with the epoch of it."""
+    left: tuple[str, ...] = ()
+    """Parameters whose gradients were stepped, not cleared, added to and stepped again, of those that are followed."""
+    twice: tuple[str, ...] = ()
+    """Likewise those of which two optimizers have stepped one gradient, one after the other."""
+    steppers: tuple[str, ...] = ()
+    """Classes of the two."""

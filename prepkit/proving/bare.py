@@ -24,11 +24,15 @@ PREPARERS = ("torch.distributed", "torch._dynamo", "deepspeed", "accelerate", "l
 """Packages whose hooks and attributes a plain model has none of."""
 WRAPPERS = frozenset({"DistributedDataParallel", "DeepSpeedEngine", "_FabricModule"})
 """Classes that keep what they call as their first child."""
-HOOKS = (
+Tables = tuple[tuple[str, tuple[str, ...]], ...]
+HOOKS: Tables = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
 )
 """Where a module keeps the hooks of its forward, and what it knows of each."""
+
+LOGS = ("log", "log_dict", "print")
+"""Methods of a library's module that compute nothing."""
 
 
 def bare_copy(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> nn.Module:
@@ -45,6 +49,7 @@ def bare_copy(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[
         making.fill(site)
     for site in places:
         making.attributes(site.module)
+    making.entrance(places[0])
     root: nn.Module = making.copied[id(places[0].module)]
     return root
 
@@ -97,6 +102,13 @@ class _Making:
         if not isinstance(shell, Through):
             _attributes(module, shell, dict(self.absent.get(id(module), ())), self.copied)
 
+    def entrance(self, root: Site) -> None:
+        """What the author has put before the forward of the root's wrappers: it changes what the root is given."""
+        shell = self.copied[id(root.module)]
+        vars(shell)["_forward_pre_hooks"].clear()
+        for one in root.stack:
+            _hooks(one, shell, HOOKS[:1], self.copied)
+
     def _param(self, name: str, param: nn.Parameter | None) -> nn.Parameter:
         if name not in self.made:
             whole = self.weights[name] if name in self.weights else copy.deepcopy(param)
@@ -123,7 +135,7 @@ def _plain_class(cls: type) -> type:
 
 
 def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], copied: dict[int, Any]) -> None:
-    """Everything else that stands in the instance, but for what a library has put there."""
+    """Everything else that stands in the instance, but for what a library has put in the place of the class's own."""
     internal = vars(nn.Module())
     stood = vars(module)
     ours = {"forward", "_original_forward"} if {MARK, FP8_MARK, "_original_forward"} & stood.keys() else set()
@@ -136,10 +148,16 @@ def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], 
             or key.startswith(("_prepkit", "_fsdp", "__composable", "ds_", "_ds_", "_hf_hook"))
         ):
             continue
-        if key == "_compiled_call_impl" or _foreign(value):
+        if key == "_compiled_call_impl" or (_foreign(value) and hasattr(type(module), key)):  # as a ``forward``
             continue
-        vars(shell)[key] = _copied(value, copied)
-    for hooks, known in HOOKS:
+        vars(shell)[key] = _lent(value) if _foreign(value) else _copied(value, copied)
+    vars(shell).update((key, _nothing) for key in LOGS if _foreign(getattr(type(module), key, None)))
+    _hooks(module, shell, HOOKS, copied)
+
+
+def _hooks(module: nn.Module, shell: nn.Module, kinds: Tables, copied: dict[int, Any]) -> None:
+    stood = vars(module)
+    for hooks, known in kinds:
         for number, hook in stood[hooks].items():
             if not _foreign(hook):
                 vars(shell)[hooks][number] = _copied(hook, copied)
@@ -156,6 +174,33 @@ def _copied(value: Any, copied: dict[int, Any]) -> Any:
         return copy.deepcopy(value, dict(copied))
     except (TypeError, RuntimeError, NotImplementedError):  # a lock, a file, a graph, a process group
         return value
+
+
+class Quiet:
+    """A logger that takes everything and writes nothing."""
+
+    def __getattr__(self, name: str) -> Quiet:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Quiet:
+        """Return itself, for whatever is done with what a logger returns."""
+        return self
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Logs nothing: what was logged in the run is not logged again."""
+
+
+def _lent(value: Any) -> Any:
+    """What a library keeps in a module, as a Trainer, which the forward may ask: the same object, without loggers."""
+    value = getattr(getattr(value, "__repr__", None), "__self__", value)  # Lightning keeps a weak proxy of a Fabric
+    if "_loggers" not in getattr(value, "__dict__", ()):
+        return value
+    lent = copy.copy(value)
+    lent._loggers = [Quiet() for _ in value._loggers]
+    return lent
 
 
 def _foreign(value: Any) -> bool:

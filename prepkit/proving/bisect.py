@@ -11,8 +11,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from prepkit.proving.parts_of import replicas
+from prepkit.proving.parts_of import numbers, replicas
 from prepkit.proving.record_file import Record, Traced, read
+from prepkit.proving.trace import COMPILED
 
 MARGIN = 8.0
 """By how much more than what came before, or than rounding, an output may differ."""
@@ -111,23 +112,30 @@ def _weights(first: tuple[Record, ...], second: tuple[Record, ...]) -> Iterator[
 def _stepped(first: tuple[Record, ...], second: tuple[Record, ...], stage: str, kind: str) -> Iterator[Parting]:
     """Parameters of which something differs at the step: by a hundred times rounding, since it is a sum of many.
 
-    A gradient is a sum of what arrives at its module, which may cancel, as for the bias of an attention's keys: what is
-    left is rounding of the terms, and so is what an optimizer makes of it.
+    A gradient is a sum of what arrives at its module, which may cancel, as for the bias of an attention's keys, or for
+    its third of a bias of all three: what is left is rounding of the terms, and so is what an optimizer makes of it.
     """
     noise = _noise(*first, *second)
     for name in (one.name for one in first[0].head.params):
-        a, b = replicas(first, kind, name), replicas(second, kind, name)
-        if not (a and b) or (apart := _apart(a[0].values, b[0].values)) <= 100 * noise:
+        found = [replicas(records, kind, name) for records in (first, second)]
+        if not all(found) or _apart(found[0][0].values, found[1][0].values) <= 100 * noise:
             continue
-        grads = replicas(first, "grad", name), replicas(second, "grad", name)
-        if not all(grads) or not _cancels(grads[0][0].values, grads[1][0].values, _arrived(first, name), noise):
+        a, b = (numbers(one[0].values) for one in found)
+        grads = [replicas(records, "grad", name) for records in (first, second)]
+        if all(grads):
+            grad, other = (numbers(one[0].values) for one in grads)
+            a, b = _counting(a, b, grad, other, _arrived(first, name), noise)
+        if (apart := _apart(a, b)) > 100 * noise:
             yield Parting(stage=stage, where=name, apart=apart, before=noise)
 
 
-def _cancels(a: Tensor, b: Tensor, terms: float, noise: float) -> bool:
-    """Return whether two gradients differ by more than their own rounding, and by no more than that of their terms."""
-    off = float((a.double() - b.double()).norm()) if a.shape == b.shape else float("inf")
-    return 100 * noise < _apart(a, b) and off <= MARGIN * noise * terms
+def _counting(a: Tensor, b: Tensor, grad: Tensor, other: Tensor, terms: float, noise: float) -> tuple[Tensor, Tensor]:
+    """Both without elements whose gradients differ by more than their own rounding, and not more than their terms'."""
+    if not a.shape == b.shape == grad.shape == other.shape:
+        return a, b
+    off, size = (grad.double() - other.double()).abs(), torch.maximum(grad.abs(), other.abs()).double()
+    counts = (off <= 100 * noise * size) | (off > MARGIN * noise * terms)
+    return a[counts], b[counts]
 
 
 def _arrived(records: tuple[Record, ...], name: str) -> float:
@@ -164,17 +172,19 @@ def _keyed(record: Record, micro: int, kind: str) -> dict[Key, int]:
     found: dict[Key, int] = {}
     for at, one in enumerate(record.head.trace):
         if one.micro == micro and one.kind == kind:
-            what = (one.kind, one.path, one.operator, one.shape)
+            what = (one.kind, one.path, one.operator * (kind == "operator"), one.shape)
             found[*what, seen.get(what, 0)] = at
             seen[what] = seen.get(what, 0) + 1
     return found
 
 
 def _floors(record: Record) -> list[float]:
-    """Rounding at each entry of a trace: that of the coarsest dtype which anything has had by then."""
-    inside = any(one.kind == "operator" for one in record.head.trace)  # else compiled modules hide what they compute in
-    begins = "float32" if inside else record.head.dtype
-    return list(accumulate((_eps(one.dtype) for one in record.head.trace), max, initial=_eps(begins)))[1:]
+    """Rounding at each entry of a trace: that of the coarsest dtype which anything has had by then.
+
+    Compiled modules hide what they compute in.
+    """
+    kinds = (record.head.dtype if one.operator == COMPILED else one.dtype for one in record.head.trace)
+    return list(accumulate(map(_eps, kinds), max, initial=_eps("float32")))[1:]
 
 
 def _eps(dtype: str) -> float:

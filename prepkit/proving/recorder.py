@@ -22,6 +22,7 @@ from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.findings.text import some
 from prepkit.objects import names
+from prepkit.objects.joint_optimizer import JointOptimizer
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
@@ -93,7 +94,6 @@ class Recorder(Turns):
     _evaluating: tuple[str, ...] = field(default=(), init=False)
     _calls: list[Called] = field(factory=list, init=False)
     _tracer: Tracer = field(factory=Tracer, init=False)
-    _operators: ExitStack = field(factory=ExitStack, init=False)
     _dtype: torch.dtype = field(default=torch.float64, init=False)
     _shapes: dict[str, tuple[int, ...]] = field(factory=dict, init=False)
     _told: int | None = field(default=None, init=False)
@@ -264,7 +264,7 @@ class Recorder(Turns):
         self.root = bare.standing(root)
         if self.traces:
             self._hooked.enter_context(self._tracer.on(root))
-            self._hooked.callback(self._operators.close)
+            self._hooked.callback(self._tracer.hushes)
         on_calls(root, heard(self.enters, self.fails), heard(self._leaves, self.fails), self._hooked)
         if isinstance(root, nn.parallel.DistributedDataParallel) and root._compiled_call_impl is None:
             reads = heard(self._reads_buffers, self.fails)
@@ -288,8 +288,7 @@ class Recorder(Turns):
             self._dtype = torch.get_autocast_dtype("cpu")
         if self.traces:
             self._tracer.micro = len(self._micros)
-            self._operators.close()
-            self._operators.enter_context(self._tracer.operators())
+            self._tracer.listens()
         self._calls.append(Called.of(self.root, args, kwargs, self.tell))
         self._reads_buffers()
         held = sum(call.nbytes for call in self._calls)
@@ -307,7 +306,7 @@ class Recorder(Turns):
         self._calls[-1].buffers = dict(other_buffers(self.root, self._tensors))
 
     def _leaves(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._operators.close()
+        self._tracer.hushes()
         if self.done or self._aside or not torch.is_grad_enabled() or not self._calls:
             return
         self.around.went(self.root)
@@ -419,8 +418,8 @@ class Recorder(Turns):
         if known and not self._stepping:
             self.around.twice = self.around.twice or not self._next.went
             self._steps_again()
-        if self.done or self._stepping or self.root is None:
-            return
+        if self.done or self._stepping or self.root is None or isinstance(optimizer, JointOptimizer):
+            return  # of that the members step
         if not self._micros:
             self._idles(self.root, optimizer)
             return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import io
 import os
 import pickle
 import socket
@@ -35,6 +35,8 @@ from prepkit.rules import due
 from prepkit.rules.rule import Moment, answers
 
 ATTESTATION = "attestation.json"
+TRIAL = "trial.pt"
+"""What every process is given, in a file: sharing memory would move the model, and loses what is made to be sent."""
 REFUSED = "refused.txt"
 """What a process leaves where what it was given is wrong."""
 
@@ -67,14 +69,13 @@ def prove_in_processes(trial: Trial, processes: int) -> Proof:
     """
     with TemporaryDirectory(prefix="prepkit-proof-") as folder:
         spawn: Any = start_processes  # which has no types
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "backward hook .* will not be serialized")  # they go beside it
-            refused = Path(folder, REFUSED)
-            try:
-                spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
-            except ProcessRaisedException:
-                if not refused.exists():
-                    raise
+        refused = Path(folder, REFUSED)
+        _leave(trial, folder)
+        try:
+            spawn(_run, (processes, _free_port(), folder), nprocs=processes, start_method="spawn")
+        except ProcessRaisedException:
+            if not refused.exists():
+                raise
         if refused.exists():
             raise ValueError(refused.read_text())
         proof = prove_records(trial.model, Path(folder), tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
@@ -84,7 +85,30 @@ def prove_in_processes(trial: Trial, processes: int) -> Proof:
     return evolve(proof, attestation=evolve(attestation, asked=(*attestation.asked, *asked)))
 
 
-def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> None:
+def _leave(trial: Trial, folder: str) -> None:
+    """Write what the processes are given. Raises ``ValueError`` that names what cannot be pickled."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "backward hook .* will not be serialized")  # they go beside it
+        try:
+            torch.save(trial, Path(folder, TRIAL))
+        except Exception as error:  # whatever the objects in it raise
+            for name in ("loss", "batches", "optimizer", "model"):
+                if not _pickles(getattr(trial, name)):
+                    what = f"{name}: processes get it by pickle, which does not take it ({error!s:.160})"
+                    do = "write its functions and classes at a module's top level, by def and class"
+                    raise ValueError(f"{what}; {do}, or prove the real run: pk.apply(plan, prove=1)") from error
+            raise
+
+
+def _pickles(thing: Any) -> bool:
+    try:
+        torch.save(thing, io.BytesIO())
+    except Exception:  # likewise
+        return False
+    return True
+
+
+def _run(rank: int, processes: int, port: int, folder: str) -> None:
     """One process: applies, trains a window, and leaves its record."""
     os.environ |= {
         "RANK": str(rank),
@@ -97,7 +121,8 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FindingWarning)  # the attestation has them, and the caller tells them
-    model, optimizer = copy.deepcopy((trial.model, trial.optimizer))  # theirs lie in memory that processes share
+    trial: Trial = torch.load(Path(folder, TRIAL), weights_only=False)
+    model, optimizer = trial.model, trial.optimizer
     params = names.named_parameters(model)
     for name, kind, hook in trial.hooks:
         getattr(params[name], kind)(hook)
@@ -111,7 +136,13 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
         recorder.tell(limit)
     with recorder.on():
         for batch in mine:
-            outputs = _called(ready.model, batch)
+            try:
+                outputs = _called(ready.model, batch)
+            except (TypeError, AttributeError) as error:
+                if next(tensors_of(batch), None) is not None:
+                    raise
+                Path(folder, REFUSED).write_text(_no_tensors(batch, error))
+                return
             loss = _own_loss(outputs) if trial.loss is None else trial.loss(outputs, batch)
             if trial.loss is not None and (wrong := _no_loss(loss, trial.loss)):
                 Path(folder, REFUSED).write_text(wrong)
@@ -162,6 +193,14 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[str, ParamHook, Callable[..., A
                     do = "make it a function of a module's top level, or prove the real run: pk.apply(plan, prove=1)"
                     raise ValueError(f"{what}; {do}") from error
                 yield name, kind, hook
+
+
+def _no_tensors(batch: Any, error: Exception) -> str:
+    """Return what is wrong with a batch without a tensor that the model does not take."""
+    how = (
+        "a mapping's entries are keywords of the model, a tuple's its arguments: give tensors, as torch.as_tensor(...)"
+    )
+    return f"batches holds {said(batch)}, which the model does not take ({error!s:.160}); {how}"
 
 
 def _no_loss(returned: Any, loss: Callable[..., Any]) -> str:

@@ -22,6 +22,8 @@ ELEMENTS = 64
 """Of each output, beside its norm."""
 MOST = 20_000
 """Outputs that are kept of a window."""
+COMPILED = "compiled"
+"""In the place of an operator: the output is that of a compiled module, of which nothing inside is noted."""
 
 
 @define(eq=False)
@@ -36,22 +38,36 @@ class Tracer:
     _busy: bool = False
     _made: WeakIdKeyDictionary = field(factory=WeakIdKeyDictionary)
     """Output of an operator to its place."""
+    _mode: _Operators | None = None
+    _pauses: bool = False
 
     @contextmanager
     def on(self, root: nn.Module) -> Iterator[None]:
-        """Hooks of every module, but of what is compiled, are on inside."""
+        """Hooks of every module are on inside; of what is compiled, of the outermost one alone, which runs compiled."""
+        inside: set[nn.Module] = set()
         with ExitStack() as stack:
-            for path, module in names.named_modules(root).items():
-                if module._compiled_call_impl is None:
-                    stack.callback(module.register_forward_pre_hook(self._entering(path), prepend=True).remove)
-                    stack.callback(module.register_forward_hook(self._leaving(path), always_call=True).remove)
+            for site in names.sites(root):
+                if site.first and site.module not in inside:
+                    if (compiled := next(filter(_is_compiled, site.stack), None)) is None:
+                        enters, leaves = self._entering(site.path), self._leaving(site.path)
+                        stack.callback(site.module.register_forward_pre_hook(enters, prepend=True).remove)
+                        stack.callback(site.module.register_forward_hook(leaves, always_call=True).remove)
+                    else:
+                        inside |= set(compiled.modules())
+                        on_calls(compiled, self._pausing(site.path), self._resuming(site.path), stack)
             yield
 
-    @contextmanager
-    def operators(self) -> Iterator[None]:
-        """Operators are noted inside."""
-        with _Operators(self):
-            yield
+    def listens(self) -> None:
+        """Notes operators from now on."""
+        self.hushes()
+        self._mode = _Operators(self)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def hushes(self) -> None:
+        """Notes no more of them."""
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode = None
 
     def clear(self) -> None:
         """What was noted is no part of the window."""
@@ -63,7 +79,7 @@ class Tracer:
         """Places of the operators that have made these tensors."""
         return tuple(self._made[one] for one in tree.tensors_of(given) if one in self._made)
 
-    def note(self, kind: str, what: str, tensor: Tensor, fed: tuple[int, ...] = ()) -> None:
+    def note(self, kind: str, what: str, tensor: Tensor, fed: tuple[int, ...] = (), *, compiled: bool = False) -> None:
         """Keeps one output."""
         if self._busy or len(self.entries) >= MOST or not tensor.is_floating_point() or tensor.is_meta:
             return
@@ -75,7 +91,7 @@ class Tracer:
                     micro=self.micro,
                     kind=kind,
                     path=self._path[-1] if kind == "operator" else what,
-                    operator=what if kind == "operator" else "",
+                    operator=what if kind == "operator" else COMPILED * compiled,
                     shape=tuple(local(tensor).shape),
                     dtype=str(tensor.dtype).removeprefix("torch."),
                     fed=fed,
@@ -89,19 +105,43 @@ class Tracer:
 
     def _entering(self, path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            self._path.append(path)
+            if not torch.compiler.is_compiling():  # a function that calls modules may be compiled
+                self._path.append(path)
 
         return hook
 
-    def _leaving(self, path: str) -> Callable[..., None]:
+    def _pausing(self, path: str) -> Callable[..., None]:
+        """The hook before what is compiled, which runs eagerly where something listens to operators."""
+        enters = self._entering(path)
+
+        def hook(*_: Any) -> None:
+            enters()
+            self._pauses = self._mode is not None
+            self.hushes()
+
+        return hook
+
+    def _resuming(self, path: str) -> Callable[..., None]:
+        leaves = self._leaving(path, compiled=True)
+
+        def hook(module: nn.Module, given: Any, output: Any) -> None:
+            leaves(module, given, output)
+            if self._pauses and path:  # behind the root there is nothing to listen to
+                self.listens()
+
+        return hook
+
+    def _leaving(self, path: str, *, compiled: bool = False) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             if len(self._path) > 1:
                 self._path.pop()
             if self.backward or output is None:  # what checkpointing computes again
                 return
             for at, tensor in enumerate(tree.tensors_of(output)):
                 what = path if at == 0 else f"{path} (output {at})"
-                self.note("module", what, tensor)
+                self.note("module", what, tensor, compiled=compiled)
                 if tensor.requires_grad:
                     tensor.register_hook(self._arriving(what))  # type: ignore[no-untyped-call]
 
@@ -116,16 +156,25 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.tracer = tracer
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See torch: with it a compiled function is not run eagerly."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         fed = self.tracer.fed((args, kwargs or {}))
         output = func(*args, **(kwargs or {}))
         fills = "empty" not in str(func)  # else what stands there is anything
-        if func.namespace == "aten" and fills and not self.tracer.backward:
+        if func.namespace == "aten" and fills and not (self.tracer.backward or torch.compiler.is_compiling()):
             for tensor in tree.tensors_of(output):
                 if type(tensor) is Tensor:
                     self.tracer.note("operator", str(func), tensor, fed)
         return output
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return module._compiled_call_impl is not None or "OptimizedModule" in names.known_bases(type(module))
 
 
 def sketch(row: Tensor) -> Tensor:

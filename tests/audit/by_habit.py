@@ -106,6 +106,17 @@ def norms_of_a_frozen_part(rank: int, world: int) -> Case:
     return case(nn.Sequential(body, nn.Linear(WIDTH, 4)))
 
 
+def norms_of_the_first_of_equal_blocks(rank: int, world: int) -> Case:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    blocks[0].requires_grad_(requires_grad=False)
+    return case(nn.Sequential(*blocks))
+
+
+def teacher_that_drops_and_is_held(rank: int, world: int) -> Case:
+    model = Distilled(hidden=False).train()
+    return case(model, [torch.optim.AdamW(model.parameters())])
+
+
 def checkpoints_that_forget(rank: int, world: int) -> Case:
     model = net(dropout=0.1)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0], preserve_rng_state=False)

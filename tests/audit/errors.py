@@ -170,6 +170,8 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_habit.samples_in_one_order, "run.in-order", "torch", 1, "shuffle=False in training"),
     PlantedError(by_habit.teacher_that_drops, "run.frozen-drops", "torch", 1, "a frozen teacher with dropout"),
     PlantedError(by_habit.norms_of_a_frozen_part, "run.frozen-norms", "torch", 1, "batch norms of a frozen part"),
+    PlantedError(by_habit.norms_of_the_first_of_equal_blocks, "run.frozen-norms", "torch", 1, "a block like others"),
+    PlantedError(by_habit.teacher_that_drops_and_is_held, "run.frozen-drops", "torch", 1, "a teacher that is held"),
     PlantedError(
         by_habit.checkpoints_that_forget, "run.checkpoint-forgets", "torch", 1, "preserve_rng_state=False over dropout"
     ),

@@ -100,6 +100,7 @@ FAULTS: dict[str, Fault] = {
     "never sent": Fault("prove.not-averaged", "each rank's own"),
     "called inside": Fault("prove.past-wrapper", "each rank's own"),
     "thawed after": Fault("prove.not-averaged", "head` are each"),
+    "more by rank": Fault("prove.unlike-losses", "2.00 x one of rank 0"),
     "other weights": Fault("prove.first-weights", "Rank 1 has other first weights"),
 }
 LOSS = ("divided twice", "never divided", "divided by the ranks", "multiplied by the ranks")
@@ -220,7 +221,14 @@ def _lightning(of: OfLibrary, rank: int, world: int) -> Window:
             self.net = of.model(rank)
 
         def training_step(self, batch: Any, _: int) -> Tensor:
-            return of.loss(nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1]), world)
+            loss = nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            self.log_dict({"epoch": self.current_epoch, "rate": self.trainer.optimizers[0].param_groups[0]["lr"]})
+            if self.logger is not None:
+                self.logger.log_metrics({"loss": loss.item()}, step=self.global_step)
+            loss = loss * (1 + self.global_rank) if of.fault == "more by rank" else loss
+            assert self.trainer.accumulate_grad_batches == MICROS
+            return of.loss(loss, self.trainer.world_size)
 
         def on_after_backward(self) -> None:
             of.touches(self.net, world, last=(self.trainer.fit_loop.batch_idx + 1) % MICROS == 0)
@@ -311,7 +319,7 @@ PREPARED = ("not prepared", "never sent", "called inside", "thawed after", "othe
 MADE: dict[str, tuple[str, ...]] = {
     "accelerate": (*LOSS, *GRADS, *AROUND, *PREPARED),
     "fabric": (*LOSS, *GRADS, *AROUND, *PREPARED),
-    "lightning": (*LOSS, *GRADS, *AROUND),
+    "lightning": ("more by rank", *LOSS, *GRADS, *AROUND),
     "trainer": (*LOSS, "summed", "divided", "fivefold", "rate by rank", "not stepped"),
     "deepspeed": (*LOSS, *AROUND),
 }

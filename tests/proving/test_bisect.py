@@ -188,22 +188,36 @@ def test_where_masks_differ_the_operator_that_draws_them_is_named_and_not_the_me
 class Keys(nn.Module):
     """Attention with a bias of its keys, whose gradient is nothing but rounding: softmax takes no constant."""
 
-    def __init__(self, eager: bool, wrong: float) -> None:
+    def __init__(self, eager: bool) -> None:
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(8, 8) for _ in range(3))
-        self.eager, self.wrong = eager, wrong
+        self.eager = eager
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.query(x), self.key(x), self.value(x)
+        return self.attend(self.query(x), self.key(x), self.value(x))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if self.eager:
-            return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value * self.wrong
+            return (query @ key.transpose(-1, -2) / 8**0.5).softmax(-1) @ value
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
-def attending(eager: bool, by: float = 1.0, wrong: float = 1.0) -> Record:
+class Fused(Keys):
+    """One layer makes all three."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__(eager)
+        self.value = nn.Linear(8, 24)
+        del self.query, self.key
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.value(x).chunk(3, -1))
+
+
+def attending(kind: type[Keys], eager: bool, by: float = 1.0, lr: float = 1e-2) -> Record:
     torch.manual_seed(0)
-    model, x = Keys(eager, wrong), torch.randn(4, 16, 8)
-    optimizer = adam(model)
+    model, x = kind(eager), torch.randn(4, 16, 8)
+    optimizer = adam(model, lr)
     with (recorder := Recorder(root=model, traces=True)).on():
         (model(x) - 1).square().mean().backward()
         assert model.value.bias.grad is not None
@@ -212,13 +226,16 @@ def attending(eager: bool, by: float = 1.0, wrong: float = 1.0) -> Record:
     return recorder.record()
 
 
-def test_a_gradient_that_cancels_to_rounding_is_no_difference_nor_is_its_step() -> None:
-    plain = attending(eager=False)
-    assert float(plain.tensors["grad/key.bias"].norm()) < 1e-6 * float(plain.tensors["grad/query.bias"].norm())
-    found = between((plain,), (attending(eager=True),))
+@pytest.mark.parametrize("kind", [Keys, Fused])
+def test_a_gradient_that_cancels_to_rounding_is_no_difference_nor_is_its_step(kind: type[Keys]) -> None:
+    plain = attending(kind, eager=False)
+    keys = plain.tensors["grad/key.bias"] if kind is Keys else plain.tensors["grad/value.bias"][8:16]
+    assert float(keys.norm()) < 1e-6 * float(plain.tensors["grad/value.bias"].norm())
+    found = between((plain,), (attending(kind, eager=True),))
     assert not found.stage, str(found)
-    found = between((plain,), (attending(eager=True, by=1.01),))
+    found = between((plain,), (attending(kind, eager=True, by=1.01),))
     assert (found.stage, found.where) == ("gradients", "value.bias"), str(found)
+    assert between((plain,), (attending(kind, eager=True, lr=1.01e-2),)).stage == "step"
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -227,6 +244,53 @@ def test_a_layer_that_one_of_them_computes_in_a_coarser_dtype_is_a_difference(tu
     found = between(*records[::-1] if turned else records)
     assert (found.stage, found.where) == ("forward", "blocks.1.inner"), str(found)
     assert not between(records[1], (_recorded(coarse_layer),)).stage
+
+
+def _scales(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend of torch.compile that gives other outputs than the model."""
+    del inputs
+    return lambda *given: tuple(1.01 * one if one.is_floating_point() else one for one in graph.forward(*given))
+
+
+def child(model: Any, backend: Any) -> Any:
+    model.blocks[1] = torch.compile(model.blocks[1], backend=backend)
+    return model
+
+
+def in_place(model: Any, backend: Any) -> Any:
+    model.blocks[1].compile(backend=backend)
+    return model
+
+
+def root(model: Any, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def function(model: Any, backend: Any) -> Any:
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend=backend)
+    return model
+
+
+def _compiled(how: Callable[[Any, Any], Any], backend: Any) -> Record:
+    torch.compiler.reset()
+    model = how(_plain(), backend)
+    optimizer = adam(model)
+    with (recorder := Recorder(root=model, traces=True)).on():
+        for x, y in micros(2, rank=0):
+            (nn.functional.cross_entropy(model(x), y) / 2).backward()
+        optimizer.step()
+    return recorder.record()
+
+
+@pytest.mark.parametrize(("how", "where"), [(child, "blocks.1"), (in_place, "blocks.1"), (root, ""), (function, "")])
+def test_what_is_compiled_runs_compiled_while_its_outputs_are_noted(how: Any, where: str) -> None:
+    plain, same, scaled = _compiled(lambda model, _: model, None), _compiled(how, "aot_eager"), _compiled(how, _scales)
+    assert not between((plain,), (same,)).stage, str(between((plain,), (same,)))
+    found = between((same,), (scaled,))
+    assert (found.stage, found.where) == ("forward", where or found.where), str(found)
+    paths = {one.path for one in same.head.trace if one.kind == "module"}
+    assert "blocks.0.inner" in paths or how is root
+    assert "blocks.1.inner" not in paths, paths
 
 
 def kept(rank: int, world: int, folder: str, engine: str) -> None:

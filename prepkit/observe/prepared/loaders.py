@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping, Sized
+from heapq import nsmallest
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
         part=part,
         parts=_parts(loader),
         content="" if data is None else _content(data),
+        picked=_picked(data),
         sample=first_sample(data, config) if config is not None else "",
         batches=_length(loader),
         data="" if data is None else _digest(data),
@@ -116,6 +118,14 @@ def _content(data: Any) -> str:
         return ""
 
 
+def _picked(data: Any) -> tuple[str, tuple[int, ...]]:
+    """Return a digest of the data set of which it is a part, as of ``random_split``, and its least indices there."""
+    if not isinstance(data, Subset) or world().size == 1:
+        return "", ()
+    indices: Any = data.indices.tolist() if hasattr(data.indices, "tolist") else data.indices
+    return _digest(data.dataset), tuple(nsmallest(SHOWN, map(int, indices)))
+
+
 def language_config(module: nn.Module) -> Any:
     """The config of a causal language model of transformers, adapters around it or not; None for another model.
 
@@ -167,9 +177,14 @@ def odd_text(given: Mapping[str, list[int]], config: Any) -> OddSample:
     pad = getattr(config, "pad_token_id", None)
     if pad is None or len(ids) < 2 or not labels:
         return ""
-    learns = any(one == pad == label for one, label in zip(ids[-2:], labels[-2:], strict=False))
+
+    def learns(ends: slice) -> bool:
+        return any(one == pad == label for one, label in zip(ids[ends], labels[ends], strict=False))
+
     before, behind = ids[0] == ids[1] == pad, ids[-1] == ids[-2] == pad
-    return "unmasked" if before or (behind and learns) else ""
+    if before:
+        return "both" if learns(slice(0, 2)) else "unmasked"
+    return "learned" if behind and learns(slice(-2, None)) else ""
 
 
 def _chain(loader: Any) -> list[Any]:

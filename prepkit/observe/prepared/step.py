@@ -55,7 +55,7 @@ class StepLook:
     _masters: bool = field(init=False)
     """Whether the weights in the model are copies, which DeepSpeed makes anew from its own in each step."""
     _written: int = field(init=False)
-    """How often trained weights were written in place; DeepSpeed's own steps do not count (0.16 to 0.19)."""
+    """How often trained weights had been written in place when the engine had last stepped."""
 
     def __attrs_post_init__(self) -> None:
         found = names.named_parameters(self.model)
@@ -67,7 +67,10 @@ class StepLook:
         self.settle()
 
     def settle(self) -> None:
-        """Takes the weights in the model for those that are trained, as after ``resume``, which fills both."""
+        """Takes the weights in the model for those that are trained, as after ``resume``, which fills both.
+
+        A step of DeepSpeed's counts as a write to parameters that are a small group of their own (0.19), not to others.
+        """
         self._written = self._writes()
 
     def let_go(self, model: Module) -> None:

@@ -72,11 +72,20 @@ def mean(facts: ProofFacts) -> Vector:
 
 
 def kinds(facts: ProofFacts) -> int:
-    """Return how many kinds of losses each rank has equally many of, as of several tasks: those of one are averaged."""
+    """The same where a window does not say by what it divides: the losses of one kind are averaged."""
+    return tasks(facts) if facts.divides is None else 1
+
+
+def tasks(facts: ProofFacts) -> int:
+    """Return how many kinds of losses each rank has equally many of, as of several tasks.
+
+    Where a window says by how many micro-batches it divides, a loss of each kind in every one of them.
+    """
     each = {rank: Counter(one.kind for one in facts.shares if one.rank == rank) for rank in counts(facts)}
     numbers = {number for found in each.values() for number in found.values()}
     several = {len(found) for found in each.values()}
-    return several.pop() if len(numbers) == len(several) == 1 and facts.divides is None else 1
+    regular = len(numbers) == len(several) == 1 and facts.divides in (None, *numbers)
+    return several.pop() if regular else 1
 
 
 def _divided(facts: ProofFacts) -> int:

@@ -7,16 +7,19 @@ from functools import partial
 from math import sqrt
 from operator import itemgetter
 
+from attrs import evolve
+
 from prepkit.facts.proof import LossShare, ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, counts, kinds, mean, norm, steps_apart
+from prepkit.rules.run.proof_causes import MARGIN, causes, counts, mean, norm, steps_apart, tasks
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
     clipped,
+    cut,
     gradients,
     made_otherwise,
     micro_batch,
@@ -44,8 +47,6 @@ _UNSTEPPED = (
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
 _CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
 IN_16_BIT = ("bfloat16", "float16")
-
-# --- before and after -------------------------------------------------------------------------------------------------
 
 
 def _first(facts: ProofFacts) -> Iterator[Hit]:
@@ -93,7 +94,7 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
 def _tokens(facts: ProofFacts) -> Iterator[Hit]:
     by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
     for share in facts.shares:
-        by.setdefault(share.kind if kinds(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
+        by.setdefault(share.kind if tasks(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
     found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
     apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
     if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
@@ -253,9 +254,10 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _cut_off(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.cut_off:
-        them = "it" if len(facts.cut_off) == 1 else "them"
-        said = f"The forward computes with {some(facts.cut_off)}, and no gradient comes to {them}, also in the replay"
+    told = cut(facts)
+    if off := [name for name in facts.cut_off if name not in told]:
+        them = "it" if len(off) == 1 else "them"
+        said = f"The forward computes with {some(off)}, and no gradient comes to {them}, also in the replay"
         yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
 
 
@@ -270,13 +272,13 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{facts.unproven}.")
     for why in facts.unstepped:
         yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
-    if facts.unrepeated and not (facts.outputs or facts.options_apart):
+    if facts.unrepeated and not (facts.outputs or facts.options_apart or weights_by_rank(facts)):
         what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
         yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
 
 
 def _outputs(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.outputs:
+    if facts.outputs and not weights_by_rank(facts):  # which it tells
         others = f" (and {count(len(facts.outputs) - 1, 'other')})" if len(facts.outputs) > 1 else ""
         untold = ". Gradients were not compared" if facts.unrepeated else ""
         yield Hit("outputs", f"What the loop gets is not what the model returns: {facts.outputs[0]}{others}{untold}.")
@@ -436,11 +438,14 @@ RULES: tuple[Rule, ...] = (
         "Look at what changes weights, buffers or gradients between forward and step, at layers that ranks share, and "
         "at checkpointed layers that draw other numbers when they are recomputed.",
     ),
-    _row(
-        "prove.no-gradient",
-        "What takes part in the loss has a gradient.",
-        "Look for a .detach() or no_grad() on the way, requires_grad, and zero_grad() after the backward.",
-        no_gradient,
+    evolve(
+        _row(
+            "prove.no-gradient",
+            "What takes part in the loss has a gradient.",
+            "Look for a .detach() or no_grad() on the way, requires_grad, and zero_grad() after the backward.",
+            no_gradient,
+        ),
+        milder="where plain torch gives none either, as the forward cuts the graph",
     ),
     _row(
         "prove.stepped-twice",
