@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType, MethodType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Window:
     clipped_scaled: bool = False
     clipped_none: bool = False
     """Whether gradients were clipped before anything went backward."""
+    clipped_spent: bool = False
     backwards: int = 0
     undivided: bool = False
     cleared: str = ""
@@ -90,6 +91,8 @@ class Window:
     _float16: dict[str, None] = field(factory=dict)
     _float16_units: dict[str, None] = field(factory=dict)
     _unscaled: set[int] = field(factory=set)
+    _by_norm: set[int] = field(factory=set)
+    """Parameters that were clipped by a norm of theirs."""
     _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
@@ -106,7 +109,7 @@ class Window:
                         stack.enter_context(around_calls(scaler, name, around))
             for home in (clip_grad, torch.nn.utils):
                 for name in ("clip_grad_norm_", "clip_grad_value_"):
-                    stack.enter_context(around_calls(home, name, self._clips))
+                    stack.enter_context(around_calls(home, name, partial(self._clips, name)))
             for name in SQUASHED:
                 stack.enter_context(around_calls(nn.functional, name, self._loss(name)))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
@@ -138,6 +141,8 @@ class Window:
             scaler_steps=self.stepping,
             clipped_scaled=self.clipped_scaled,
             clipped_none=self.clipped_none,
+            clipped_spent=self.clipped_spent,
+            clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.squashed),
             loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
             idle=tuple(self._idle()),
@@ -199,12 +204,24 @@ class Window:
         finally:
             self.stepping = before
 
-    def _clips(self, plain: Any, params: Any, *given: Any, **named: Any) -> Any:
+    def _clips(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
+        params, rest = (given[0], given[1:]) if given else (named.pop("parameters"), ())
+        streamed = isinstance(params, GeneratorType)
+        self.clipped_spent = self.clipped_spent or (streamed and params.gi_frame is None)
         params = [params] if isinstance(params, Tensor) else [*params]
         held = {id(param) for param in params if param.grad is not None}
         self.clipped_scaled = self.clipped_scaled or (self.scaled and not held <= self._unscaled)
         self.clipped_none = self.clipped_none or not (held or self.backwards)
-        return plain(params, *given, **named)
+        if name == "clip_grad_norm_" and float(rest[0] if rest else named["max_norm"]) < float("inf"):
+            self._by_norm |= held
+        return plain((one for one in params) if streamed else params, *rest, **named)  # torch warns of an empty one
+
+    def _clipped_here(self, thing: Any) -> bool:
+        """Whether it is a unit of FSDP1 whose shards were clipped by the norm of what this rank has of them."""
+        handle: Any = getattr(thing, "_handle", None) if isinstance(thing, FullyShardedDataParallel) else None
+        if handle is None or not handle.uses_sharded_strategy or handle.world_size < 2:
+            return False
+        return any(id(one) in self._by_norm for one in (handle.flat_param, *(handle.flat_param._params or ())))
 
     def _loss(self, name: str) -> Callable[..., Any]:
         def around(plain: Any, *given: Any, **named: Any) -> Any:
@@ -250,8 +267,8 @@ class Window:
                 self._reentrant[line_of_program(frames_above(__file__)), held] = None
         return plain(ctx, function, preserve, *given)
 
-    def _loaded(self, plain: Any, module: Any, state: Any, *given: Any, **named: Any) -> Any:
-        result = plain(module, state, *given, **named)
+    def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
+        result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
         keys = [key for key in state if isinstance(key, str)]
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
         self._loads[id(module)] = weakref.ref(module), None

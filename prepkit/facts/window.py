@@ -92,6 +92,10 @@ class WindowFacts:
     """Whether gradients were clipped that were scaled still."""
     clipped_none: bool = False
     """Whether gradients were clipped before there were any."""
+    clipped_spent: bool = False
+    """Whether a generator that was at its end was given to be clipped."""
+    clipped_shards: bool = False
+    """Whether each rank has clipped its shards of FSDP1 by the norm of these."""
     squashed: tuple[tuple[str, str], ...] = ()
     """Losses that were not given what they take: function, and what was computed before it, such as a softmax."""
     loaded: tuple[Loaded, ...] = ()

@@ -11,7 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
@@ -98,6 +98,46 @@ def scaler_switched_off(rank: int, world: int) -> None:
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_value_(model.parameters(), 1.0)
     scaler.step(optimizer)
+
+
+def clipped_by_keyword(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict(state_dict=model.state_dict())
+    optimizer = adam(model)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(parameters=(one for one in model.parameters()), max_norm=1.0)
+    optimizer.step()
+
+
+def for_each_shard(rank: int, world: int, clip: Callable[[Any], Any], **given: Any) -> None:
+    model = FullyShardedDataParallel(two_layers(), device_id=torch.device("cpu"), **{"use_orig_params": True} | given)
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(model(x), y).backward()
+        clip(model)
+        optimizer.step()
+
+
+def shards_clipped_together(rank: int, world: int) -> None:
+    for_each_shard(rank, world, lambda model: model.clip_grad_norm_(1.0))
+
+
+def shards_measured_and_clamped(rank: int, world: int) -> None:
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+    for_each_shard(rank, world, clip)
+
+
+def shards_of_fsdp2_clipped(rank: int, world: int) -> None:
+    model = two_layers()
+    fully_shard(model)
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
 
 
 def two_scaled(rank: int, world: int) -> None:
@@ -785,7 +825,15 @@ def engine_with_its_schedule(rank: int, world: int) -> None:
 
 
 _ONE = (
-    *(scaled, scaled_and_clipped, scaler_switched_off, two_scaled, loss_alone_under_autocast, teacher_in_float16),
+    *(
+        clipped_by_keyword,
+        scaled,
+        scaled_and_clipped,
+        scaler_switched_off,
+        two_scaled,
+        loss_alone_under_autocast,
+        teacher_in_float16,
+    ),
     *(soft_labels, log_softmax_before_cross_entropy, log_softmax_before_nll, policy, gated, attended, bounded),
     *(body_loaded, loaded_again_by_the_right_names, nothing_to_load, loaded_and_replaced, compiled, compiled_blocks),
     *(compiled_in_place, average_compiled_for_later, step_compiled, lengths_that_differ, workers_of_their_own_seeds),
@@ -811,4 +859,5 @@ RIGHT: tuple[Loop, ...] = (
     *(Loop(run, "lightning") for run in (lightning_by_step, lightning_by_epoch, lightning_by_hand)),
     *(Loop(run, "torch", 2) for run in _TWO),
     Loop(engine_with_its_schedule, "deepspeed", 2),
+    *(Loop(run, ranks=2) for run in (shards_clipped_together, shards_measured_and_clamped, shards_of_fsdp2_clipped)),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -21,6 +22,7 @@ from tests.audit.loops import (
     Noisy,
     X,
     Y,
+    for_each_shard,
     loss_of,
     one_seed,
     over,
@@ -109,6 +111,25 @@ def clipped_before_backward(rank: int, world: int) -> None:
     optimizer, loss = adam(model), loss_of(model)
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     taken(model, optimizer, loss)
+
+
+def clipped_by_a_spent_generator(rank: int, world: int) -> None:
+    model = net()
+    params = (one for one in model.parameters())
+    optimizer = torch.optim.AdamW(params)
+    loss_of(model).backward()
+    with pytest.warns(UserWarning, match="is an empty generator"):  # torch's own is not lost
+        nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+
+
+def clipped_shards(rank: int, world: int) -> None:
+    for_each_shard(rank, world, lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def clipped_flat_shards(rank: int, world: int) -> None:
+    clip = nn.utils.clip_grad_norm_
+    for_each_shard(rank, world, lambda model: clip(parameters=model.parameters(), max_norm=1.0), use_orig_params=False)
 
 
 def loaded_under_other_names(rank: int, world: int) -> None:
@@ -265,7 +286,8 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, rule="run.softmax-twice") for run in (softmax_under_cross_entropy, softmax_in_the_loop)),
     *(Loop(run, rule="run.softmax-twice") for run in (sigmoid_under_logits, softmax_under_nll)),
     Loop(logits_under_nll, rule="run.softmax-twice"),
-    Loop(clipped_before_backward, rule="run.clipped-scaled"),
+    *(Loop(run, rule="run.clipped-scaled") for run in (clipped_before_backward, clipped_by_a_spent_generator)),
+    *(Loop(run, ranks=2, rule="run.clipped-scaled") for run in (clipped_shards, clipped_flat_shards)),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
     Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
     Loop(compiled_again_and_again, rule="run.recompiled"),

@@ -200,6 +200,12 @@ def _clipped(facts: RunFacts) -> Iterator[Hit]:
     if facts.window is not None and facts.window.clipped_none:
         what = "They were clipped before there were any: no backward had run."
         yield Hit("gradients", what, "Call clip_grad_norm_ between backward and step.")
+    if facts.window is not None and facts.window.clipped_spent:
+        what = "What was to be clipped was a generator at its end, as one that has made an optimizer: nothing is."
+        yield Hit("gradients", what, "Give it model.parameters() at each step, or a list of what the generator gives.")
+    if facts.window is not None and facts.window.clipped_shards:
+        what = "torch.nn.utils.clip_grad_norm_ has clipped shards of FSDP1: each rank by the norm of its own part."
+        yield Hit("gradients", what, "Call model.clip_grad_norm_(max_norm), a method of the FSDP root, on every rank.")
 
 
 def _loaded(facts: RunFacts) -> Iterator[Hit]:
@@ -303,7 +309,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.clipped-scaled",
-        summary="What is clipped are the gradients, and not their scaled multiples.",
+        summary="What is clipped are the gradients, by the norm of all of them, and not their scaled multiples.",
         check=_clipped,
         at=(Moment.AUDIT,),
         needs=(Need.GRADIENTS,),
