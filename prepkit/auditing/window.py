@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, MethodType
@@ -365,11 +365,12 @@ def _modules_in(function: Any, depth: int = 3) -> Iterator[nn.Module]:
         case FunctionType() if depth:
             code, known = function.__code__, function.__globals__
             cells = [one.cell_contents for one in function.__closure__ or () if one != CellType()]
-            values = (*cells, *(function.__defaults__ or ()), *(known[one] for one in code.co_names if one in known))
-            for one in values:
+            held = (*cells, *(function.__defaults__ or ()))
+            for one in (*held, *(known[name] for name in code.co_names if name in known)):
                 if isinstance(one, nn.Module):
                     yield from _named(one, code) or [one]
-                elif isinstance(one, partial | MethodType | FunctionType):
+            for one in held:
+                if isinstance(one, partial | MethodType | FunctionType):
                     yield from _modules_in(one, depth - 1)
 
 
@@ -428,6 +429,7 @@ def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any 
     """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
     plain = vars(home)[name]
 
+    @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
     def instead(*args: Any, **kwargs: Any) -> Any:
         return around(plain, *args, **kwargs)
 

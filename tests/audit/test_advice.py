@@ -251,6 +251,22 @@ ADVICE: dict[str, Advice] = {
         follow=(("Subset(data, range(rank, 80, world))", "data"),),
         ranks=2,
     ),
+    "a rate by each rank's own metric": Advice(
+        text=f"""{RANKS}
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+for step in range(3):
+    metric = torch.tensor(float(step) if rank else -float(step))
+    scheduler.step(metric)
+model(torch.randn(4, 8)).square().mean().backward()
+optimizer.step()
+""",
+        says=(
+            "error run.ranks-optimizers at optimizer: Ranks step with different options: lr of group 0 is ",
+            "average it over the ranks before: torch.distributed.all_reduce(metric); metric /= world.",
+        ),
+        follow=(("    scheduler.", "    torch.distributed.all_reduce(metric); metric /= world\n    scheduler."),),
+        ranks=2,
+    ),
     "a stream that nothing divides": Advice(
         text=f"""{RANKS}
 class Stream(IterableDataset):
@@ -362,6 +378,14 @@ RIGHT: dict[str, tuple[int, str]] = {
         (
             f"{ONE}optimizer.zero_grad(set_to_none=False)\nloss.backward()\noptimizer.step()\n"
             "optimizer.zero_grad(set_to_none=False)\n"
+        ),
+    ),
+    "gradients that are cleared under accelerate": (
+        1,
+        (
+            f"{ONE}from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+            "model, optimizer = accelerator.prepare(model, optimizer)\n"
+            "optimizer.zero_grad(set_to_none=True)\naccelerator.backward(model(x).square().mean())\noptimizer.step()\n"
         ),
     ),
     "a norm of gradients that is taken before DDP's": (

@@ -203,7 +203,8 @@ def _not_read(facts: RunFacts) -> Iterator[Hit]:
 
 _STREAM = (
     "Write accelerator.prepare(loader), or divide it in the data set's __iter__: itertools.islice(samples, rank, None, "
-    "world), or datasets.distributed.split_dataset_by_node(dataset, rank, world); no sampler divides a stream."
+    "world); one of the library datasets by datasets.distributed.split_dataset_by_node(dataset, rank, world). No "
+    "sampler divides a stream."
 )
 _ALIKE = (
     "Draw the split alike on every rank: random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), "
