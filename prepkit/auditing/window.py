@@ -83,6 +83,8 @@ class Window:
     """Is told of calls and backwards."""
     _reentrant: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
     """Lines of checkpoints, and the ``id``s of parameters inside."""
+    _emptied: set[int] = field(factory=set)
+    """The ``id``s of parameters whose gradients were cleared last."""
     _trains: bool = False
     """Whether the module that was called last computes gradients."""
     _float16: dict[str, None] = field(factory=dict)
@@ -142,7 +144,7 @@ class Window:
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
             backwards=self.backwards,
-            cleared=self.cleared,
+            cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(
@@ -236,8 +238,9 @@ class Window:
             groups = (
                 [owner.parameters()] if isinstance(owner, nn.Module) else [one["params"] for one in owner.param_groups]
             )
-            if any(param.grad is not None for group in groups for param in group):
-                self.cleared = line_of_program(frames_above(__file__))
+            held = {id(param) for group in groups for param in group if param.grad is not None}
+            if held:
+                self.cleared, self._emptied = line_of_program(frames_above(__file__)), held
         return plain(owner, *given, **named)
 
     def _checkpoints(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:

@@ -239,6 +239,17 @@ ADVICE: dict[str, Advice] = {
         follow=(("[64, 16])", "[64, 16], generator=torch.Generator().manual_seed(0))"),),
         ranks=2,
     ),
+    "a split that each rank draws, under accelerate": Advice(
+        text=f"{RANKS}from accelerate import Accelerator\n"
+        "train, held = random_split(data, [64, 16])\n"
+        "for (x,) in Accelerator(cpu=True).prepare(DataLoader(train, 4, shuffle=True)):\n"
+        "    model(x).square().mean().backward()\n    optimizer.step()\n",
+        says=(
+            "error run.divided-twice at loaders[0]: Data sets differ by rank, and accelerate cuts each into 2 parts",
+        ),
+        follow=(("[64, 16])", "[64, 16], generator=torch.Generator().manual_seed(0))"),),
+        ranks=2,
+    ),
     "parts that are divided again": Advice(
         text=f"{RANKS}part = Subset(data, range(rank, 80, world))\n"
         "for (x,) in DataLoader(part, 4, sampler=DistributedSampler(part)):\n"
@@ -402,6 +413,13 @@ RIGHT: dict[str, tuple[int, str]] = {
             f"{RANKS}train, held = random_split(data, [64, 16], generator=torch.Generator().manual_seed(3))\n"
             "for (x,) in DataLoader(train, 4, sampler=DistributedSampler(train)):\n"
             "    model(x).square().mean().backward()\n    optimizer.step()\n"
+        ),
+    ),
+    "gradients of another model that are cleared before a loss times 0": (
+        1,
+        (
+            f"{ONE}other = nn.Linear(8, 3)\n(loss + other(x).sum()).backward()\n"
+            "other.zero_grad(set_to_none=False)\noptimizer.step()\n"
         ),
     ),
     "parts that nothing divides again": (
