@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType
@@ -86,6 +86,8 @@ class Window:
     """As of ``audit``."""
     _reentrant: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
     """Lines of checkpoints, and the ``id``s of parameters inside."""
+    _emptied: set[int] = field(factory=set)
+    """The ``id``s of parameters whose gradients were cleared last."""
     _trains: bool = False
     """Whether the module that was called last computes gradients."""
     _float16: dict[str, None] = field(factory=dict)
@@ -149,7 +151,7 @@ class Window:
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
             backwards=self.backwards,
-            cleared=self.cleared,
+            cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(
@@ -255,8 +257,9 @@ class Window:
             groups = (
                 [owner.parameters()] if isinstance(owner, nn.Module) else [one["params"] for one in owner.param_groups]
             )
-            if any(param.grad is not None for group in groups for param in group):
-                self.cleared = line_of_program(frames_above(__file__))
+            held = {id(param) for group in groups for param in group if param.grad is not None}
+            if held:
+                self.cleared, self._emptied = line_of_program(frames_above(__file__)), held
         return plain(owner, *given, **named)
 
     def _checkpoints(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:
@@ -384,11 +387,12 @@ def _modules_in(function: Any, depth: int = 3) -> Iterator[nn.Module]:
         case FunctionType() if depth:
             code, known = function.__code__, function.__globals__
             cells = [one.cell_contents for one in function.__closure__ or () if one != CellType()]
-            values = (*cells, *(function.__defaults__ or ()), *(known[one] for one in code.co_names if one in known))
-            for one in values:
+            held = (*cells, *(function.__defaults__ or ()))
+            for one in (*held, *(known[name] for name in code.co_names if name in known)):
                 if isinstance(one, nn.Module):
                     yield from _named(one, code) or [one]
-                elif isinstance(one, partial | MethodType | FunctionType):
+            for one in held:
+                if isinstance(one, partial | MethodType | FunctionType):
                     yield from _modules_in(one, depth - 1)
 
 
@@ -447,6 +451,7 @@ def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any 
     """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
     plain = vars(home)[name]
 
+    @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
     def instead(*args: Any, **kwargs: Any) -> Any:
         return around(plain, *args, **kwargs)
 

@@ -239,6 +239,17 @@ ADVICE: dict[str, Advice] = {
         follow=(("[64, 16])", "[64, 16], generator=torch.Generator().manual_seed(0))"),),
         ranks=2,
     ),
+    "a split that each rank draws, under accelerate": Advice(
+        text=f"{RANKS}from accelerate import Accelerator\n"
+        "train, held = random_split(data, [64, 16])\n"
+        "for (x,) in Accelerator(cpu=True).prepare(DataLoader(train, 4, shuffle=True)):\n"
+        "    model(x).square().mean().backward()\n    optimizer.step()\n",
+        says=(
+            "error run.divided-twice at loaders[0]: Data sets differ by rank, and accelerate cuts each into 2 parts",
+        ),
+        follow=(("[64, 16])", "[64, 16], generator=torch.Generator().manual_seed(0))"),),
+        ranks=2,
+    ),
     "parts that are divided again": Advice(
         text=f"{RANKS}part = Subset(data, range(rank, 80, world))\n"
         "for (x,) in DataLoader(part, 4, sampler=DistributedSampler(part)):\n"
@@ -249,6 +260,22 @@ ADVICE: dict[str, Advice] = {
             "Divide once: by the sampler, over",
         ),
         follow=(("Subset(data, range(rank, 80, world))", "data"),),
+        ranks=2,
+    ),
+    "a rate by each rank's own metric": Advice(
+        text=f"""{RANKS}
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+for step in range(3):
+    metric = torch.tensor(float(step) if rank else -float(step))
+    scheduler.step(metric)
+model(torch.randn(4, 8)).square().mean().backward()
+optimizer.step()
+""",
+        says=(
+            "error run.ranks-optimizers at optimizer: Ranks step with different options: lr of group 0 is ",
+            "average it over the ranks before: torch.distributed.all_reduce(metric); metric /= world.",
+        ),
+        follow=(("    scheduler.", "    torch.distributed.all_reduce(metric); metric /= world\n    scheduler."),),
         ranks=2,
     ),
     "a stream that nothing divides": Advice(
@@ -364,6 +391,14 @@ RIGHT: dict[str, tuple[int, str]] = {
             "optimizer.zero_grad(set_to_none=False)\n"
         ),
     ),
+    "gradients that are cleared under accelerate": (
+        1,
+        (
+            f"{ONE}from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
+            "model, optimizer = accelerator.prepare(model, optimizer)\n"
+            "optimizer.zero_grad(set_to_none=True)\naccelerator.backward(model(x).square().mean())\noptimizer.step()\n"
+        ),
+    ),
     "a norm of gradients that is taken before DDP's": (
         2,
         (
@@ -378,6 +413,13 @@ RIGHT: dict[str, tuple[int, str]] = {
             f"{RANKS}train, held = random_split(data, [64, 16], generator=torch.Generator().manual_seed(3))\n"
             "for (x,) in DataLoader(train, 4, sampler=DistributedSampler(train)):\n"
             "    model(x).square().mean().backward()\n    optimizer.step()\n"
+        ),
+    ),
+    "gradients of another model that are cleared before a loss times 0": (
+        1,
+        (
+            f"{ONE}other = nn.Linear(8, 3)\n(loss + other(x).sum()).backward()\n"
+            "other.zero_grad(set_to_none=False)\noptimizer.step()\n"
         ),
     ),
     "parts that nothing divides again": (

@@ -16,7 +16,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.plan.layout import itemsize
 from prepkit.rules.rule import Hit, Moment, Need, Rule
-from prepkit.rules.run.who_steps import AGAIN
+from prepkit.rules.run.who_steps import AGAIN, foreign
 
 
 def _pairs(facts: RunFacts) -> Iterator[tuple[CourseFacts, CourseFacts]]:
@@ -243,8 +243,7 @@ def _cast(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         if cast := [f"{one.name} (was {dtype}, is {one.dtype})" for one, dtype in _narrowed(before, now)]:
             what = f"{count(len(cast), 'trained parameter')} cast to fewer bits, without master weights: {some(cast)}."
-            seen = facts.model  # of which a prepared loop looks at the parameters alone
-            yield Hit(at(cast[0].partition(" ")[0]), what, _CAST_COPY if seen.params and not seen.prepared else "")
+            yield Hit(at(cast[0].partition(" ")[0]), what, _CAST_COPY if foreign(facts) else "")
 
 
 _CAST_COPY = (

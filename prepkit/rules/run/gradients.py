@@ -84,7 +84,8 @@ def _left_out(facts: RunFacts) -> Iterator[Hit]:
     if found is None or len(found.missing) >= found.stepped or _waits(facts):
         return
     chosen = _chosen(facts)
-    if left := [name for name in found.missing if name in chosen]:
+    cut = recomputed(facts)
+    if left := [name for name in found.missing if name in chosen and name not in cut]:
         what = f"This batch gives {count(len(left), 'parameter')} no gradient, and others beside them one"
         yield Hit(at(left[0]), f"{what}: {some(left)}.")
 
@@ -193,7 +194,10 @@ _TAKEN = (
     "torch.distributed.all_reduce(grad); grad /= world."
 )
 REENTRANT = "Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-_ELSE = "Else freeze what takes no part in the loss; look for a .detach(), .item() or no_grad() on the way to it."
+_ELSE = (
+    "Else freeze what takes no part in the loss; look for a .detach(), .item(), no_grad() or reentrant checkpoint on "
+    "the way to it."
+)
 _SAME = "Run the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out."
 _FINDS = (
     "Write find_unused_parameters=True for DDP, which then averages zeros for a rank that leaves a layer out, or run "

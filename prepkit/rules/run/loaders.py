@@ -92,7 +92,8 @@ def _unread(facts: RunFacts) -> Iterator[Hit]:
 def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
     for index, loader in enumerate(facts.loaders):
         contents = {rank.contents[index] for rank in facts.ranks if index < len(rank.contents)}
-        if loader.division == "sampler" and loader.replicas > 1 and len(contents) > 1 and _readers(facts) > 1:
+        divides = loader.division in ("sampler", "accelerate") and loader.replicas > 1
+        if divides and len(contents) > 1 and _readers(facts) > 1:
             yield _other_data(facts, index)
         elif loader.parts > facts.world_size and loader.division == "accelerate":
             what = f"accelerate divides it, and so does what is inside, into {loader.parts} parts in all, and"
@@ -103,15 +104,14 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _other_data(facts: RunFacts, index: int) -> Hit:
-    """Return what there is to say of a sampler over data sets that differ: parts of one that meet were drawn apart."""
+    """Return what there is to say of what divides data sets that differ: parts of one that meet were drawn apart."""
     held = [rank.picks[index] for rank in facts.ranks if index < len(rank.picks)]
     one = len({whole for whole, _ in held}) == 1
     drawn = {at for _, first in held for at in first}
     meet = one and len(drawn) < sum(len(first) for _, first in held)
-    parts = facts.loaders[index].replicas
-    what = (
-        f"Data sets differ by rank, and a DistributedSampler cuts each into {parts} parts: a rank reads 1 of its own."
-    )
+    loader = facts.loaders[index]
+    who = "a DistributedSampler" if loader.division == "sampler" else "accelerate"
+    what = f"Data sets differ by rank, and {who} cuts each into {loader.replicas} parts: a rank reads 1 of its own."
     if not meet:
         return Hit(f"loaders[{index}]", what)
     same = "They are parts of one and overlap, as where each rank draws a split: another trains on what one holds out."
@@ -203,11 +203,12 @@ def _not_read(facts: RunFacts) -> Iterator[Hit]:
 
 _STREAM = (
     "Write accelerator.prepare(loader), or divide it in the data set's __iter__: itertools.islice(samples, rank, None, "
-    "world), or datasets.distributed.split_dataset_by_node(dataset, rank, world); no sampler divides a stream."
+    "world); one of the library datasets by datasets.distributed.split_dataset_by_node(dataset, rank, world). No "
+    "sampler divides a stream."
 )
 _ALIKE = (
     "Draw the split alike on every rank: random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), "
-    "and leave the dividing to the sampler."
+    "and leave it to the sampler or accelerate to divide."
 )
 
 APART = 4

@@ -8,6 +8,7 @@ from prepkit.facts.run import RankFacts, RunFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
+from prepkit.rules.run.who_steps import foreign
 
 
 def _odd(ranks: tuple[RankFacts, ...], digest: Callable[[RankFacts], str]) -> str:
@@ -30,9 +31,14 @@ def _models(facts: RunFacts) -> Iterator[Hit]:
 
 def _optimizers(facts: RunFacts) -> Iterator[Hit]:
     for one in () if _pipeline(facts) else facts.unlike:
-        yield Hit("optimizer", f"Ranks step with different options: {one.name} is {one.held}.")
+        fix = _SAME_OPTIONS + _AVERAGED if foreign(facts) else ""
+        yield Hit("optimizer", f"Ranks step with different options: {one.name} is {one.held}.", fix)
 
 
+_SAME_OPTIONS = (
+    "Give every rank the same lr, weight_decay and groups: where a metric decides, as for ReduceLROnPlateau, "
+)
+_AVERAGED = "average it over the ranks before: torch.distributed.all_reduce(metric); metric /= world."
 _TOGETHER = "Train through the wrapper: its forward, no step of one rank alone; broadcast the weights to go on."
 
 
@@ -194,10 +200,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.DUE, Moment.AUDIT, Moment.DRIFT),
         needs=(Need.OPTIMIZERS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix=(
-            "Give every rank the same lr, weight_decay and groups: where a metric decides, as for ReduceLROnPlateau, "
-            "give it ready.ranks.reduce(metric)."
-        ),
+        fix=(f"{_SAME_OPTIONS}give it ready.ranks.reduce(metric)."),
         source=("pain 11",),
     ),
     Rule(

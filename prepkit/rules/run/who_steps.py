@@ -117,6 +117,14 @@ AGAIN = (
 """How a model that prepkit has prepared is changed."""
 
 
+def foreign(facts: RunFacts) -> bool:
+    """Return whether the model was looked at, and prepkit has not prepared it; its own loop looks at parameters alone.
+
+    Whoever drives it has no ``ready`` then.
+    """
+    return bool(facts.model.params) and not facts.model.prepared
+
+
 def _trained(facts: RunFacts) -> tuple[str, ...]:
     return tuple(param.name for param in facts.params if param.requires_grad)
 
