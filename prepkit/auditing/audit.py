@@ -19,7 +19,7 @@ from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
 from prepkit.objects.whole_gradients import average_without
-from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, sends_by_hand
+from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, local_sgd, sends_by_hand
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
 from prepkit.observe.prepared.optimizers import past_engine
@@ -71,7 +71,7 @@ def audit(
         facts = evolve(facts, engine=evolve(facts.engine, past=past_engine(optimizer, model)))
     if facts.world_size > 1:
         sends = sends_by_hand() if window is None else ""
-        facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends)
+        facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends, local_sgd=local_sgd())
     findings = findings_of(rules, facts)
     again = RunningLook(
         model=model, optimizers=optimizers_of(optimizer), scheduler=scheduler, facts=facts, asks_ranks=bool(facts.ranks)

@@ -26,11 +26,13 @@ from prepkit.auditing.course import (
     not_finite,
 )
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
+from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.model import dtype_name
+from prepkit.observe.prepared.around import averages_weights, local_sgd
 from prepkit.observe.prepared.optimizers import as_rate, inner, options, prepared_optimizer, short_digest, unlike
 from prepkit.ranks.world import world
 from prepkit.rules import due
@@ -139,9 +141,11 @@ class RunningLook:
             now = self._compared(now, begun, held, chosen)
         else:
             self.rotation.account(chosen, begun - self._ended, self.last_seconds, self.share or 1.0)
-        found = findings_of(
-            due(Moment.DRIFT), evolve(self.facts, running=((self.before, now),), unlike=self.unlike, ranks=())
-        )
+        facts = evolve(self.facts, running=((self.before, now),), unlike=self.unlike, ranks=())
+        if now.parted or now.course.unaveraged:
+            weights = WindowFacts(averages_weights=averages_weights(()))
+            facts = evolve(facts, local_sgd=local_sgd(), window=weights)
+        found = findings_of(due(Moment.DRIFT), facts)
         self.before = now
         self._ended = time.perf_counter()
         self.last_seconds = self._ended - begun

@@ -403,6 +403,8 @@ class RunFacts:
     """None where peft has put none into the model."""
     averages_by_hand: str = ""
     """The function of the program that seems to average over ranks by itself; empty: none was seen."""
+    local_sgd: str = ""
+    """What of a library's averages weights in the place of gradients: its class; empty: nothing does."""
     sends_by_hand: str = ""
     """What of the program seems to send activations between ranks, unseen by a window; empty: nothing does."""
     saves_shards: tuple[str, ...] = ()

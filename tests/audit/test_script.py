@@ -601,6 +601,104 @@ WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {
 """Each with whether it takes a proof, and what is said."""
 
 
+OF_ACCELERATE = f"""{ACCELERATE}
+from accelerate.local_sgd import LocalSGD
+with LocalSGD(accelerator=ours, model=model, local_sgd_steps=4) as local:
+    for x, y in loader:
+        ours.backward((model(x) - y).square().mean())
+        optimizer.step()
+        local.step()
+""".replace("for x, y in loader:\n    ours.backward", "for x, y in ():\n    ours.backward").replace(
+    "optimizer, 12", "optimizer, 24"
+)
+POST_LOCAL = f"""{HAND}
+import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook as local
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+state = local.PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False)
+model.register_comm_hook(state, local.post_localSGD_hook)
+optimizer = PostLocalSGDOptimizer(torch.optim.SGD(model.parameters(), 0.1), PeriodicModelAverager(2, 0))
+for x, y in data:
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
+INSIDE_NO_SYNC = f"""{HAND}
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for at, (x, y) in enumerate(data):
+    with model.no_sync():
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    if at % 2:
+        for param in model.parameters():
+            dist.all_reduce(param.data)
+            param.data /= world
+"""
+PAST_BACKWARD = f"""{HAND}
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x, y in data:
+    grads = torch.autograd.grad(functional.cross_entropy(model(x), y), [*model.parameters()])
+    for param, param.grad in zip(model.parameters(), grads):
+        pass
+    optimizer.step()
+"""
+STEPS_ALONE: dict[str, tuple[str, bool, str]] = {
+    "local SGD of accelerate": (OF_ACCELERATE, True, ""),
+    "post-local SGD of torch": (POST_LOCAL, True, ""),
+    "local SGD by hand": (
+        INSIDE_NO_SYNC,
+        True,
+        "note run.maybe-averaged at model.weight: Each rank is about to step 2",
+    ),
+    "local SGD that is off": (
+        OF_ACCELERATE.replace("steps=4", "steps=4, enabled=False").replace(") as local", ") as local, model.no_sync()"),
+        False,
+        "Leave no_sync() before the last backward of a window; it stays on where weights are averaged",
+    ),
+    "post-local SGD that never averages": (
+        POST_LOCAL.replace("PostLocalSGDOptimizer(torch", "(torch").replace(", PeriodicModelAverager(2, 0)", ""),
+        False,
+        "`post_localSGD_hook` leaves gradients to each rank by now: step by PostLocalSGDOptimizer",
+    ),
+    "no_sync() alone": (
+        INSIDE_NO_SYNC.partition("    if at % 2")[0],
+        False,
+        "error run.gradients-part at model.weight",
+    ),
+    "gradients past backward": (PAST_BACKWARD, False, "Call loss.backward(), in which DDP averages"),
+}
+"""Each with whether it is right, and what is said."""
+
+
+@pytest.mark.parametrize("name", STEPS_ALONE)
+def test_ranks_step_by_gradients_of_their_own_only_where_weights_are_averaged(run: Auditor, name: str) -> None:
+    pytest.importorskip("accelerate")
+    text, right, said = STEPS_ALONE[name]
+    code, out, err = run(text, "train.py", world=2)
+    assert (code, "error" not in out and "warning" not in out) == (int(not right), right), (out, err)
+    assert said in " ".join(out.split())
+
+
+WATCHED = LOCAL.replace("    average()\n", "    if at % 3 == 2:\n        average()\n").replace("range(3)]", "range(9)]")
+WATCHED = WATCHED.replace(
+    "def average", "import prepkit as pk\nwatch = pk.watch(model, optimizer, every=1)\ndef average"
+)
+WATCHED += "print(*watch.findings)\n"
+
+
+@pytest.mark.parametrize("averages", [True, False])
+def test_ranks_that_meet_at_times_do_not_drift_in_between(
+    fork_servers: ForkServers, tmp_path: Path, averages: bool
+) -> None:
+    text = WATCHED if averages else WATCHED.replace("        average()\n", "        pass\n")
+    (tmp_path / "train.py").write_text(text)
+    each = ran(fork_servers, 2, ["train.py"], ENVIRONMENT, 120, tmp_path)
+    assert [one.code for one in each] == [0, 0], each
+    assert all(("run.ranks-values" in one.out) is not averages for one in each), each
+
+
 @pytest.mark.parametrize("name", RIGHT_BY_HAND)
 def test_what_is_divided_over_ranks_by_hand_has_no_finding_above_a_note(run: Auditor, name: str) -> None:
     text, said = RIGHT_BY_HAND[name]

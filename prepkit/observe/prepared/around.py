@@ -66,6 +66,22 @@ def _of_distributed(name: str, beside: Collection[str], known: Mapping[str, Any]
     return imported or "distributed" in beside or any(known.get(one) is torch.distributed for one in beside)
 
 
+def local_sgd() -> str:
+    """The class of what averages weights by itself, and lets ranks step by their own gradients; empty: none stands."""
+    homes = (("torch.distributed.optim.post_localSGD_optimizer", "PostLocalSGDOptimizer"),)
+    homes += (("accelerate.local_sgd", "LocalSGD"),)
+    kinds = tuple(getattr(sys.modules[home], name) for home, name in homes if home in sys.modules)
+    standing = (one for one in (gc.get_objects() if kinds else ()) if issubclass(type(one), kinds) and _stands(one))
+    return next((type(one).__name__ for one in standing), "")
+
+
+def _stands(averager: Any) -> bool:
+    """Return whether ranks are inside of it: one of accelerate's that was left has given DDP its averaging back."""
+    return isinstance(averager, torch.optim.Optimizer) or (
+        averager.enabled and not getattr(averager.model, "require_backward_grad_sync", True)
+    )
+
+
 def averages_weights(reduced: Container[str]) -> str:
     """The line of the caller's files that all-reduces parameters themselves, as local SGD does; empty: there is none.
 

@@ -40,6 +40,13 @@ def kept_apart(facts: RunFacts) -> set[str]:
     return (told if told & set(facts.parted) else set()) | set(facts.window.cut if facts.window else ())
 
 
+def averages_weights(facts: RunFacts) -> bool:
+    """Return whether ranks step by gradients of their own on purpose, and weights are averaged, as local SGD does."""
+    line = facts.window is not None and bool(facts.window.averages_weights)
+    off = facts.unaveraged or any(not ddp.averages or "post_localSGD" in ddp.hook for ddp in facts.ddp)
+    return bool(facts.local_sgd) or (line and bool(off or any(now.course.unaveraged for _, now in facts.running)))
+
+
 def _own_steps(facts: RunFacts) -> set[str]:
     """Parameters whose gradients ranks need not have alike: others do not step them, or weights may be averaged."""
     found = facts.gradients
@@ -102,6 +109,8 @@ def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(cut[0]), what, _CUT)
     divided, apart = set(facts.gradients.divided), _own_steps(facts)
     names = [param.name for param in _alone(facts)]
+    if averages_weights(facts) and not facts.local_sgd:
+        names += [name for name in facts.gradients.parted if name not in names]
     if steps := [name for name in names if name in divided]:
         what = (
             f"Some ranks step {count(len(steps), 'parameter')} that others do not: {some(steps)}. Whether the gradient "
@@ -120,6 +129,10 @@ def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
 _CUT = (
     "Nothing, where each rank holds a part, or a stage; else build the model from one seed on every rank, and wrap it "
     "in DistributedDataParallel."
+)
+LEAVE = (
+    "Leave no_sync() before the last backward of a window; it stays on where weights are averaged in the place of "
+    "gradients, as by accelerate's LocalSGD."
 )
 _DIVIDED = "Run prepkit audit --prove SCRIPT, which compares gradients and weights of all ranks."
 LOCAL_SGD = (
@@ -175,10 +188,12 @@ def _backend(facts: RunFacts) -> Iterator[Hit]:
 
 def _switched_off(facts: RunFacts) -> Iterator[Hit]:
     """While a loop runs, or before it; not of what prepkit has prepared, which switches it for each micro-batch."""
+    if averages_weights(facts):
+        return
     for before, now in facts.running:
         if new := [name for name in now.course.unaveraged if name not in before.course.unaveraged]:
             what = "An optimizer steps, and backward averages nothing here since the last look."
-            yield Hit(at(new[0]), what, "Leave no_sync() before the last micro-batch of each window.")
+            yield Hit(at(new[0]), what, LEAVE)
     if facts.running:
         return
     if facts.world_size < 2 or facts.model.prepared:

@@ -9,6 +9,7 @@ from prepkit.facts.window import WindowFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
+from prepkit.rules.run.averaging import LEAVE, averages_weights
 
 
 def _nothing(facts: RunFacts) -> Iterator[Hit]:
@@ -99,7 +100,7 @@ def _spoiled(facts: RunFacts) -> Iterator[Hit]:
 
 def _parted(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
-    if found is None or _waits(facts):
+    if found is None or _waits(facts) or averages_weights(facts):
         return  # DDP has averaged nothing that shares a bucket with what is missing
     alone = {param.name for param in facts.params if not param.averaged_by}
     own = [name for name in found.parted if name not in alone]
@@ -115,10 +116,17 @@ def _parted(facts: RunFacts) -> Iterator[Hit]:
 def _cause(facts: RunFacts) -> str:
     """Return what to mend where it shows what keeps gradients apart; empty: nothing does."""
     hooks = ", ".join(f"`{ddp.hook}`" for ddp in facts.ddp if ddp.hook)
+    if "post_localSGD" in hooks:
+        return f"{hooks} leaves gradients to each rank by now: step by PostLocalSGDOptimizer, which averages weights."
     if hooks:
         return f"Look at DDP's communication hook {hooks}: it has to return the average over all ranks."
     if any(not ddp.averages for ddp in facts.ddp):
-        return "Leave no_sync() before the last backward of a window."
+        return LEAVE
+    if facts.ddp and facts.window is not None and not facts.window.backwards:
+        return (
+            "Call loss.backward(), in which DDP averages: torch.autograd.grad() goes past it; or average what that "
+            "gives: dist.all_reduce(grad); grad /= world."
+        )
     return ""
 
 

@@ -8,6 +8,7 @@ from prepkit.facts.run import RankFacts, RunFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
+from prepkit.rules.run.averaging import averages_weights
 from prepkit.rules.run.who_steps import foreign
 
 
@@ -48,11 +49,20 @@ _WRITTEN_ALIKE = (
 )
 
 
+def _until_they_meet(facts: RunFacts) -> set[str]:
+    """Parameters that ranks step by themselves until weights are averaged, as far as that can be told."""
+    if averages_weights(facts):
+        return {param.name for param in facts.params}
+    line = facts.window is not None and bool(facts.window.averages_weights)
+    return {param.name for param in facts.params if line and not param.averaged_by}
+
+
 def _values(facts: RunFacts) -> Iterator[Hit]:
+    apart = _until_they_meet(facts)
     for _, now in facts.running:
-        if now.parted:
-            what = f"Ranks that hold the same of {count(len(now.parted), 'parameter')} differ: {some(now.parted)}."
-            yield Hit(at(now.parted[0]), what, _TOGETHER)
+        if parted := [name for name in now.parted if name not in apart]:
+            what = f"Ranks that hold the same of {count(len(parted), 'parameter')} differ: {some(parted)}."
+            yield Hit(at(parted[0]), what, _TOGETHER)
     if facts.running and facts.applied is None:
         return  # what differed at an audit was told then
     own = {name for ddp in facts.ddp for name in ddp.ignored}  # experts, which each rank has for itself
