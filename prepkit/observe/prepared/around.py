@@ -68,9 +68,9 @@ def _of_distributed(name: str, beside: Collection[str], known: Mapping[str, Any]
 
 def local_sgd() -> str:
     """The class of what averages weights by itself, and lets ranks step by their own gradients; empty: none stands."""
-    homes = (("torch.distributed.optim.post_localSGD_optimizer", "PostLocalSGDOptimizer"),)
-    homes += (("accelerate.local_sgd", "LocalSGD"),)
-    kinds = tuple(getattr(sys.modules[home], name) for home, name in homes if home in sys.modules)
+    homes = {"accelerate.local_sgd": "LocalSGD"}
+    homes |= {"torch.distributed.optim.post_localSGD_optimizer": "PostLocalSGDOptimizer"}
+    kinds = tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)
     standing = (one for one in (gc.get_objects() if kinds else ()) if issubclass(type(one), kinds) and _stands(one))
     return next((type(one).__name__ for one in standing), "")
 
