@@ -324,6 +324,18 @@ class AppliedFacts:
 
 
 @frozen(kw_only=True)
+class SharersFacts:
+    """Ranks that share layers and step other gradients than each other: what they have otherwise."""
+
+    weights: tuple[str, ...] = ()
+    """Parameters that they should hold alike."""
+    samples: bool = False
+    """Whether the last forward was given other ones."""
+    draws: bool = False
+    """Whether it has drawn from generators in other states."""
+
+
+@frozen(kw_only=True)
 class RunFacts:
     """A prepared model and what belongs to it, as one rank sees it. What nobody has looked at keeps its default."""
 
@@ -351,6 +363,8 @@ class RunFacts:
     """Whether the generators of ranks that read other samples are all in one state."""
     alike_for: int = 1
     """Neighbouring ranks that read the same samples, and should draw alike."""
+    sharers: SharersFacts | None = None
+    """Of these, where they step other gradients than each other; None: they do not."""
     normalised: tuple[str, ...] = ()
     """Modules that normalise by their batch in training."""
     nan: tuple[str, ...] = ()
