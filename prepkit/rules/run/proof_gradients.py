@@ -11,22 +11,24 @@ from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
     BY_EACH_RANK,
     BY_THE_RANKS,
+    NONE_OF,
     OF_ITS_PART,
     OTHER_ON_EACH,
     OWN,
+    UNLIKE,
     Cause,
     aim_of,
     causes,
-    counts,
-    kinds,
     near,
     norm,
 )
+from prepkit.rules.run.proof_shares import counts, kinds
 
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 """Rules about what a program that puts gradients together itself may mean."""
-ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
+ALMOST, LITTLE = 0.9, 0.3  # cosine and distance up to which a gradient is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
+_OF_A_RANK = "Look for what a rank does otherwise than others: a .detach(), a hook, a scale or a branch by rank."
 _ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
 _REACHES = "Look for a .detach() or a no_grad() between the model and its loss."
@@ -102,7 +104,9 @@ def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts)
         return _ONE_SEED
     if _early(rule, facts):
         return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
-    if rule == "prove.direction" and cause.cosine > ALMOST:
+    if cause.why.startswith(UNLIKE):
+        return _OF_A_RANK
+    if rule == "prove.direction" and cause.cosine > ALMOST and cause.off < LITTLE:
         return (
             "Look for what rounds or changes a little of each gradient: a hook, a cast, autocast around the backward."
         )
@@ -173,10 +177,11 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("loop", f"{said}, and it does not train.", _REACHES)
     for cause, names in causes(facts):
         if cause.rule == "prove.no-gradient":
-            had = f"a gradient of {cause.why}" if cause.why else "no gradient"
+            of_a_rank = cause.why.startswith(NONE_OF)
+            had = cause.why if of_a_rank else f"a gradient of {cause.why}" if cause.why else "no gradient"
             said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
-            yield Hit(at(names[0]), what, _FREEZE if cause.why else "")
+            yield Hit(at(names[0]), what, _OF_A_RANK if of_a_rank else _FREEZE if cause.why else "")
 
 
 def clipped(facts: ProofFacts) -> Iterator[Hit]:

@@ -12,7 +12,7 @@ from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, counts, mean, norm, steps_apart, tasks
+from prepkit.rules.run.proof_causes import MARGIN, causes, norm, steps_apart
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
@@ -28,6 +28,7 @@ from prepkit.rules.run.proof_gradients import (
     weights_by_rank,
     written,
 )
+from prepkit.rules.run.proof_shares import counts, mean, tasks
 
 _REPEATS = (
     "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
