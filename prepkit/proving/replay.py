@@ -198,6 +198,7 @@ def replayed(window: Replay) -> ProofFacts:
         lines=first.lines,
         outputs=outputs.changed,
         unrepeated=outputs.unrepeated,
+        unrepeated_on=outputs.apart_on,
         limits=(*limits, *more, *unlike, *_meant(records), *read_again(records), *((no_step,) if no_step else ())),
     )
 

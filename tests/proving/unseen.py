@@ -328,6 +328,14 @@ def backward_doubled_on_rank_1(rank: int, world: int) -> Window:
     return Window(wrapped, lambda: loop(wrapped, adam(wrapped)))
 
 
+def forward_scaled_on_rank_1(rank: int, world: int) -> Window:
+    model = net()
+    if rank == 1:
+        model.blocks[0].register_forward_hook(lambda _, __, output: 1.5 * output)
+    wrapped = DDP(model)
+    return Window(wrapped, lambda: loop(wrapped, adam(wrapped)))
+
+
 UNSEEN: tuple[tuple[Any, ...], ...] = (
     (optimizer_made_before_fsdp2, "prove.not-stepped"),
     (optimizer_made_before_fsdp1, "prove.not-stepped"),
@@ -351,6 +359,7 @@ UNSEEN: tuple[tuple[Any, ...], ...] = (
     (scaled_by_each_rank_itself, "prove.options"),
     (sent_in_two_groups_of_layers, "prove.not-averaged"),
     (averaged_after_the_first_of_four, "prove.not-averaged", "averaged up to micro-batch 0 of 4"),
+    (forward_scaled_on_rank_1, "prove.unproven", "The forward of rank 1 does not repeat, and that of rank 0"),
     (trunk_detached_on_rank_1, "prove.no-gradient", "no gradient of rank 1"),
     (backward_doubled_on_rank_1, "prove.direction", "1.00 x of rank 0, 2.00 x of rank 1"),
 )

@@ -30,6 +30,10 @@ from prepkit.rules.run.proof_gradients import (
 )
 from prepkit.rules.run.proof_shares import counts, mean, tasks
 
+_BY_RANK = (
+    "Let all ranks compute alike: look for a hook, a scale, a mask or a branch by rank; else keep what a forward "
+    "changes (a counter) in buffers."
+)
 _REPEATS = (
     "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
     "has neither, look at what computes the forward, as an engine that changes outputs."
@@ -272,8 +276,10 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
     for why in facts.unstepped:
         yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
     if facts.unrepeated and not (facts.outputs or facts.options_apart or weights_by_rank(facts)):
-        what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
-        yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
+        on = f" of rank {spans(facts.unrepeated_on)} does not repeat, and that of rank 0, which was copied, does"
+        who = on if facts.unrepeated_on else " does not repeat"
+        what = f"The forward{who}: {facts.unrepeated}. Gradients were not compared."
+        yield Hit("proof", what, _PATCHED if facts.unreached else _BY_RANK if facts.unrepeated_on else _REPEATS)
 
 
 def _outputs(facts: ProofFacts) -> Iterator[Hit]:
