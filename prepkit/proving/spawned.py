@@ -9,6 +9,8 @@ import pickle
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,9 +64,12 @@ class Trial:
 def prove_in_processes(trial: Trial, processes: int) -> Proof:
     """The proof of one window.
 
-    Raises ``ValueError`` where the loss is no number, and else what a process raises, as
-    ``torch.multiprocessing.ProcessRaisedException``.
+    Raises ``ValueError`` where the loss is no number, or pickle does not take what the processes are given, and else
+    what a process raises, as ``torch.multiprocessing.ProcessRaisedException``.
     """
+    ForkingPickler.register(torch.Generator, _reduced)  # torch sends its state as memory that is gone by then
+    for what in ("model", "optimizer", "batches", "loss"):
+        sendable(what, getattr(trial, what))
     with TemporaryDirectory(prefix="prepkit-proof-") as folder:
         spawn: Any = start_processes  # which has no types
         with warnings.catch_warnings():
@@ -82,6 +87,49 @@ def prove_in_processes(trial: Trial, processes: int) -> Proof:
     assert isinstance(attestation, Attestation)
     asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
     return evolve(proof, attestation=evolve(attestation, asked=(*attestation.asked, *asked)))
+
+
+class _Sending(pickle.Pickler):
+    """Tries everything but the numbers of tensors, which processes share."""
+
+    def persistent_id(self, given: Any) -> str | None:
+        """See pickle."""
+        return "shared" if isinstance(given, Tensor | torch.Generator) else None
+
+
+def _reduced(generator: torch.Generator) -> tuple[Any, ...]:
+    return _drawing, (generator.device.type, generator.get_state().numpy().tobytes())
+
+
+def _drawing(device: str, state: bytes) -> torch.Generator:
+    made = torch.Generator(device)
+    made.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return made
+
+
+def sendable(what: str, given: Any) -> None:
+    """Raise ``ValueError`` where pickle does not take what the processes are given, with the place of what it is."""
+    try:
+        _Sending(BytesIO()).dump(given)
+    except Exception as error:  # whatever the objects in it raise
+        inside = given.named_modules() if isinstance(given, nn.Module) else ()
+        every = ((f"{path}.{key}".strip("."), one) for path, module in inside for key, one in vars(module).items())
+        tables = ("_modules", "_parameters", "_buffers")
+        wrong = (f", in {place}" for place, one in every if not (place.endswith(tables) or _sends(one)))
+        which = f"{what} is {said(given)}{next(wrong, '')}"
+        how = (
+            "make functions and classes at a module's top level, by def and class, and open files and locks in the call"
+        )
+        real = "; or prove the real run: pk.apply(plan, prove=1)"
+        raise ValueError(f"{which}: processes get it by pickle ({error!s:.120}); {how}{real}") from error
+
+
+def _sends(given: Any) -> bool:
+    try:
+        _Sending(BytesIO()).dump(given)
+    except Exception:  # told with its place
+        return False
+    return True
 
 
 def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> None:
@@ -111,7 +159,12 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
         recorder.tell(limit)
     with recorder.on():
         for batch in mine:
-            outputs = _called(ready.model, batch)
+            try:
+                outputs = _called(ready.model, batch)
+            except Exception as error:
+                if not any(True for _ in tensors_of(batch)):  # else it is the model's own affair
+                    Path(folder, REFUSED).write_text(_no_tensors(batch, error))
+                raise
             loss = _own_loss(outputs) if trial.loss is None else trial.loss(outputs, batch)
             if trial.loss is not None and (wrong := _no_loss(loss, trial.loss)):
                 Path(folder, REFUSED).write_text(wrong)
@@ -138,6 +191,12 @@ def _called(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _no_tensors(batch: Any, error: Exception) -> str:
+    """What is wrong with a batch without a tensor that the model has refused."""
+    how = "give tensors, torch.as_tensor(batch), alone, in a tuple of arguments, or in a dict of keywords"
+    return f"a batch is {said(batch)}, with which the model raised {type(error).__name__} ({error!s:.120}); {how}"
 
 
 def _own_loss(outputs: Any) -> Tensor | None:

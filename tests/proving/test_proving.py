@@ -185,6 +185,15 @@ def prove_with_wrong_arguments() -> None:
     ):
         with pytest.raises((TypeError, ValueError), match=says):
             pk.prove(plan, model, **{**given, **wrong})
+    for wrong in ([1, 2], [one.numpy() for (one,) in batches()[:2]]):
+        with pytest.raises(ValueError, match=r"a batch is .* with which the model raised TypeError .*; give tensors"):
+            pk.prove(plan, model, wrong, loss=loss)
+    with pytest.raises(ValueError, match=r"loss is <function .*lambda.* processes get it by pickle .*top level"):
+        pk.prove(plan, model, batches()[:2], loss=lambda outputs, batch: outputs.square().mean())
+    model.get_submodule("drop").chooses = lambda: 1
+    with pytest.raises(ValueError, match=r"model is .*, in drop\.chooses: processes get it by pickle"):
+        pk.prove(plan, model, batches()[:2], loss=loss)
+    del model.get_submodule("drop").chooses
     proof = str(pk.prove(plan, model, batches()[:3]))
     assert proof.startswith("proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps of a loss that prepkit has")
     assert "of 3 batches the first 2 were read: 2 processes with 1 micro-batch a step" in proof

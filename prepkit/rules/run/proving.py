@@ -32,7 +32,7 @@ from prepkit.rules.run.proof_shares import counts, mean, tasks
 
 _BY_RANK = (
     "Let all ranks compute alike: look for a hook, a scale, a mask or a branch by rank; else keep what a forward "
-    "changes (a counter) in buffers."
+    "changes (a counter) in buffers, and draw from torch's generator."
 )
 _REPEATS = (
     "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
