@@ -198,8 +198,10 @@ class ProofFacts:
     """What an optimizer has of parameters from earlier steps that ranks should have alike and have not."""
     same_draws: tuple[tuple[int, int, int], ...] = ()
     """Ranks that have computed two micro-batches from the same state of the generator, with both: ``(rank, 0, 1)``."""
-    same_samples: bool = False
-    """Whether every rank has read the same, although each holds all of the model."""
+    same_samples: tuple[tuple[int, ...], ...] = ()
+    """Ranks that have read the same, although each holds all of the model; those that did, together."""
+    miscounted: str = ""
+    """How a number of labels that was given is another than that of the loss, where that changes its weight."""
     lines: tuple[str, ...] = ()
     """Where the program went backward, and where it stepped: ``train.py:31``; empty: nobody knows."""
     unproven: str = ""

@@ -183,7 +183,7 @@ class Recorder(Turns):
             micros=tuple(self._micros),
             params=tuple(held_parts(self._trains, self._parts, self._shapes, self._held.groups)),
             evaluating=self._evaluating,
-            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._held.optimizers)),
+            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._held.each)),
             groups=self._held.options,
             fresh=self._held.fresh,
             odd=tuple(self._held.odd),

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
-from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts, StepProof
+from prepkit.facts.proof import ProofFacts, StepProof
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
@@ -24,11 +23,12 @@ from prepkit.rules.run.proof_gradients import (
     not_clipped,
     only_in,
     past_wrapper,
+    tokens,
     unlike_losses,
     weights_by_rank,
     written,
 )
-from prepkit.rules.run.proof_shares import counts, mean, tasks
+from prepkit.rules.run.proof_shares import counts, mean
 
 _BY_RANK = (
     "Let all ranks compute alike: look for a hook, a scale, a mask or a branch by rank; else keep what a forward "
@@ -95,22 +95,6 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield cause.why, tuple(name for name in names if decays[name] == decay), decay
 
 
-def _tokens(facts: ProofFacts) -> Iterator[Hit]:
-    by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
-    for share in facts.shares:
-        by.setdefault(share.kind if tasks(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
-    found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
-    apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
-    if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
-        return
-    most, least = apart[0]
-    places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]
-    ratio = most[0] / least[0] if least[0] > 0 else float("inf")
-    alike = len({share.count for share in facts.shares}) == 1
-    fix = "Give every loss of a step the same factor; override, where one is meant to weigh more." if alike else ""
-    yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.", fix)
-
-
 def _after(facts: ProofFacts) -> Iterator[Hit]:
     told = facts.first_apart or causes(facts) or facts.options_apart or facts.state_apart
     if not (told or steps_apart(facts) or list(_uneven(facts))):
@@ -142,10 +126,12 @@ def _options(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _samples(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.same_samples:
-        yield Hit(
-            "loaders", f"All {facts.world} ranks have read the same samples: their average is what one of them has."
-        )
+    who = "; ".join(f"ranks {spans(ranks)}" for ranks in facts.same_samples)
+    if any(len(ranks) == facts.world for ranks in facts.same_samples):
+        said = f"All {facts.world} ranks have read the same samples: their average is what one of them has"
+        yield Hit("loaders", f"{said}.")
+    elif who:
+        yield Hit("loaders", f"Some ranks have read the same samples as others ({who}): these count as one of them.")
 
 
 def _same_draws(facts: ProofFacts) -> Iterator[Hit]:
@@ -368,7 +354,7 @@ RULES: tuple[Rule, ...] = (
         "Each sample, or token that counts, weighs as much as any other of the step.",
         "Divide the sum of the losses by the tokens of all ranks and micro-batches: mean_over= in ready.backward, "
         "num_items_in_batch in transformers; else override, where a mean of means is meant.",
-        _tokens,
+        tokens,
         severity=Severity.WARNING,
     ),
     _row(
@@ -422,7 +408,8 @@ RULES: tuple[Rule, ...] = (
     _row(
         "prove.micro-batch",
         "Every micro-batch of a step counts in its gradients.",
-        "Clear gradients after the step alone, step after the last micro-batch, and leave no_sync() before that.",
+        "Clear gradients after the step alone, step after the last micro-batch, and leave no_sync() before that; a "
+        "DeepSpeed engine counts by itself: call its step() after each backward.",
         micro_batch,
     ),
     _row(
