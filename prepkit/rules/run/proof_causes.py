@@ -13,9 +13,8 @@ from math import isclose, prod, sqrt
 
 from attrs import evolve, frozen
 
-from prepkit.facts.proof import GradientProof, ProofFacts
+from prepkit.facts.proof import GradientProof, ProofFacts, Vector, by_rank, counts, divided, kinds, mean
 from prepkit.findings.text import count, spans
-from prepkit.rules.run.proof_shares import Vector, by_rank, counts, divided, kinds, mean
 
 NEAR = 0.03
 """By which part a ratio may be off the number that explains it."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts
+from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, tasks
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
@@ -23,7 +23,6 @@ from prepkit.rules.run.proof_causes import (
     near,
     norm,
 )
-from prepkit.rules.run.proof_shares import counts, kinds, tasks
 
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 """Rules about what a program that puts gradients together itself may mean."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
 
-from prepkit.facts.proof import ProofFacts, StepProof
+from prepkit.facts.proof import ProofFacts, StepProof, counts, mean
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
@@ -28,7 +28,6 @@ from prepkit.rules.run.proof_gradients import (
     weights_by_rank,
     written,
 )
-from prepkit.rules.run.proof_shares import counts, mean
 
 _BY_RANK = (
     "Let all ranks compute alike: look for a hook, a scale, a mask or a branch by rank; else keep what a forward "
