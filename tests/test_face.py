@@ -43,6 +43,7 @@ INNER = {
     "ScriptEnded": "ends a script inside prepkit audit",
     "TooLarge": "becomes a finding, or a ValueError of pk.prove",
     "WindowDone": "ends a script inside prepkit audit --prove",
+    "StillWaits": "likewise, at its first step, where DDP waits for what never comes",
     "Unfit": "becomes a NotKnown",
 }
 """Exceptions that no user of ``pk`` has to catch, and why."""

@@ -155,9 +155,10 @@ def prove(
     batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters, whose
     gradients are named and not compared. ``model`` stays as it is.
 
-    Raises ``ValueError`` for too few batches, for a loss that returns no number, and for a hook that cannot be pickled;
-    ``TypeError`` for batches that are no list, and for a loss that does not take both; ``PlanRejected`` where there is
-    no such plan for these processes; and what a process raises, as torch's ``ProcessRaisedException``.
+    Raises ``ValueError`` for too few batches, for one without a tensor that the model does not take, for a loss that
+    returns no number, and for what cannot be pickled; ``TypeError`` for batches that are no list, and for a loss that
+    does not take both; ``PlanRejected`` where there is no such plan for these processes; and what a process raises, as
+    torch's ``ProcessRaisedException``.
     """
     a_plan(plan)
     needs_torch("pk.prove")

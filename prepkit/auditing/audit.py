@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from attrs import evolve
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import RunningLook
@@ -16,8 +18,13 @@ from prepkit.auditing.window import goes_backward
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
+from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, sends_by_hand
+from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
+from prepkit.observe.prepared.optimizers import past_engine
+from prepkit.ranks.arrivals import LOOK_S, Arrivals
+from prepkit.ranks.world import world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
 
@@ -32,11 +39,13 @@ def audit(
     ask_ranks: bool = True,
     at_step: bool = False,
     window: WindowFacts | None = None,
+    awaited: Sequence[nn.Parameter] | None = None,
 ) -> Audit:
     """Return what is wrong with objects that are ready to be trained, whoever has prepared them; see ``pk.audit``.
 
     ``at_step``: the optimizers are about to step, so that their gradients are looked at too.
-    ``window``: what a script did until then.
+    ``window``: what a script did until then. ``awaited``: as of ``look``; None: it is averaged here, where other ranks
+    do not come as they wait for that.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
@@ -47,14 +56,19 @@ def audit(
       fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
     """
     begun = time.perf_counter()
+    if awaited is None:
+        awaited = _finished(model) if ask_ranks and world().carries_data and not goes_backward() else ()
     rules = due(Moment.AUDIT)
     needs = {need for rule in rules for need in rule.needs} & (BEFORE_A_STEP | ({Need.GRADIENTS} if at_step else set()))
-    facts = look(model, optimizer, scheduler, loaders, needs=needs if ask_ranks else needs - {Need.RANKS}, env=env)
+    needs = needs if ask_ranks else needs - {Need.RANKS}
+    facts = look(model, optimizer, scheduler, loaders, needs=needs, env=env, awaited=awaited)
     inside, unused = accelerate_window(optimizer) if at_step else (False, False)
     there = (at_step or goes_backward()) and any(param.grad is not None for param in model.parameters())
     facts = evolve(with_cut(facts, window), gradients_on=there or torch.is_grad_enabled())
     by_hand = window is not None and window.backwards >= (facts.accumulation or 0)  # which backward() divides too
     facts = evolve(facts, inside_window=inside, unused_window=unused and not by_hand)
+    if facts.engine is not None and at_step:
+        facts = evolve(facts, engine=evolve(facts.engine, past=past_engine(optimizer, model)))
     if facts.world_size > 1:
         sends = sends_by_hand() if window is None else ""
         facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends)
@@ -65,10 +79,25 @@ def audit(
     return Audit(
         facts=facts,
         findings=findings,
-        unasked=tuple(unasked(rules, facts, at_step=at_step)),
+        unasked=tuple(unasked(rules, facts, at_step=at_step or facts.gradients is not None)),
         seconds=time.perf_counter() - begun,
         look_again=again.look,
     )
+
+
+_AUDITS = count()
+
+
+def _finished(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    """What DDP was given zeros for here, as others do not come: they wait in a backward that this rank has left."""
+    if not any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+        return ()
+    awaited = left_waiting(model)
+    here = Arrivals().come(f"audit {next(_AUDITS)}", LOOK_S if awaited else 0.0)
+    if here and "nccl" not in world().backend:  # of which only the device waits
+        return ()
+    average_without(awaited)
+    return awaited
 
 
 def with_cut(facts: RunFacts, window: WindowFacts | None) -> RunFacts:

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from math import isqrt
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+from math import inf, isqrt
 from typing import Any
 
 import torch
 from attrs import define, evolve, field
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from prepkit.auditing.course import SampledEpochs, at_zero, course, not_finite
+from prepkit.auditing.course import (
+    Moves,
+    SampledEpochs,
+    at_zero,
+    course,
+    gradients_there,
+    highest_in_buffers,
+    not_finite,
+)
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.findings import Finding
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.model import dtype_name
-from prepkit.observe.prepared.optimizers import inner, options, prepared_optimizer, short_digest, unlike
+from prepkit.observe.prepared.optimizers import as_rate, inner, options, prepared_optimizer, short_digest, unlike
 from prepkit.ranks.world import world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, findings_of
 
 ROUND = 16
 """Looks within which every weight is compared, whatever its share of the time."""
+SMALL = 2**16
+"""Elements of the largest buffer that a watch reads at each look."""
 OPTIONS = "options of the optimizers"
 """Name under which they travel beside the parameters."""
 
@@ -104,6 +117,9 @@ class RunningLook:
     _changed: dict[str, str] = field(factory=dict, init=False)
     """Options that were other at the look before the last, with what they were."""
     _nonzero: set[str] = field(factory=set, init=False)
+    _finite: set[str] = field(factory=set, init=False)
+    """Buffers that were finite at a look; others may be infinite on purpose, as masks are."""
+    _moves: Moves = field(factory=Moves, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.before = self._seen()
@@ -118,7 +134,7 @@ class RunningLook:
         )  # what came later may go
         held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
         chosen = self._chosen(held)
-        now = self._read(now, held, chosen)
+        now = self._read(self._beside(now), held, chosen)
         if self.asks_ranks and world().carries_data:
             now = self._compared(now, begun, held, chosen)
         else:
@@ -133,13 +149,18 @@ class RunningLook:
         return found
 
     def idle(self, told_by: str, **seen: Any) -> tuple[Finding, ...]:
-        """What one rule says of so many forwards without a step, or steps without a tick.
+        """What one rule says of what was seen between two looks, such as so many forwards without a step.
 
         Asks no other rank: these may have stepped.
         """
         now = evolve(self.before, course=evolve(self.before.course, **seen))
         asked = [rule for rule in due(Moment.DRIFT) if rule.id == told_by]
         return findings_of(asked, evolve(self.facts, running=((self.before, now),), unlike=(), ranks=()))
+
+    def named(self, values: Iterable[Any]) -> tuple[str, ...]:
+        """Names of parameters, those that the model does not have by their shapes; of words the words."""
+        first = first_names(parameters_at(sites(self.model)))
+        return tuple(one if isinstance(one, str) else first.get(id(one), f"{[*one.shape]}") for one in values)
 
     def _seen(self) -> RunningFacts:
         places = sites(self.model)
@@ -161,6 +182,18 @@ class RunningLook:
             course=course(places, self.optimizers, self.scheduler),
         )
 
+    def _beside(self, now: RunningFacts) -> RunningFacts:
+        """With what others of the loop do, who are looked for only where something would be told without them."""
+        held = {name for names in now.held for name in names}
+        trained = {one.name for one in self.before.params if one.requires_grad}
+        loose = {one.name for one in now.params if one.requires_grad} - trained - held
+        if loose:
+            first = first_names(parameters_at(sites(self.model)))
+            groups = (group for one in alive(torch.optim.Optimizer) for group in one.param_groups)
+            loose -= {first.get(id(param), "") for group in groups for param in group["params"]}
+            now = evolve(now, params=tuple(evolve(one, stepped=one.name not in loose) for one in now.params))
+        return evolve(now, scheduled=()) if taken_over(self.scheduler) else now
+
     def _chosen(self, held: dict[str, Part]) -> tuple[str, ...]:
         """Names to be read now. The first look asks the ranks whether they have the same parameters."""
         if self.rotation.names is None:
@@ -173,7 +206,8 @@ class RunningLook:
         """With what the chosen weights and their moments hold, and the smallest weight's at each look."""
         sizes = self.rotation.sizes
         names = {*chosen, *sorted(sizes, key=lambda name: (sizes[name], name))[:1]}
-        first = first_names(parameters_at(sites(self.model)))
+        places = sites(self.model)
+        first = first_names(parameters_at(places))
         moments = at_zero(self.optimizers, first, names)
         zeroed = tuple(name for name, zero in moments.items() if zero and name in self._nonzero)
         self._nonzero = (self._nonzero | {name for name, zero in moments.items() if not zero}) - set(zeroed)
@@ -183,13 +217,36 @@ class RunningLook:
         course = evolve(
             now.course,
             not_finite=not_finite(held, sorted(names)),
+            **self._buffers(places),
             zeroed=zeroed,
             altered=tuple((name, self._changed[name], options[name]) for name in rested),
             steps=self.steps,
             repeated=tuple(self.passes.repeated) if self.passes is not None else (),
+            **self._moved(now, held),
         )
         self._changed = changed
         return evolve(now, course=course)
+
+    def _buffers(self, places: list[Site]) -> dict[str, Any]:
+        """Those that have come to hold NaN, and those that are infinite."""
+        highest = highest_in_buffers(places, inf if self.share is None else SMALL)
+        bad = {name: one for name, one in highest.items() if not one < inf}
+        told = [name for name in bad if name in self._finite]
+        self._finite |= highest.keys() - bad.keys()
+        infinite = tuple(name for name in told if bad[name] == inf)
+        return {"spoiled": tuple(name for name in told if name not in infinite), "unbounded": infinite}
+
+    def _moved(self, now: RunningFacts, held: dict[str, Part]) -> dict[str, Any]:
+        """Whether weights move that are trained by what keeps no masters, which gather what is too little for them."""
+        plain = [
+            names for names, one in zip(now.held, self.facts.optimizers, strict=False) if not (one.engine or one.rounds)
+        ]
+        trained = {one.name for one in now.params if one.requires_grad} & {name for names in plain for name in names}
+        counted = [one for one in now.course.counts if one is not None]
+        steps = self.steps if self.steps is not None else max(counted, default=0)
+        here = {name: part for name, part in held.items() if name in trained and part.values.numel()}
+        moved, still = self._moves.look(here, steps)
+        return {"moved": moved, "still": still if still and gradients_there(self.optimizers) else 0}
 
     def _compared(
         self, now: RunningFacts, begun: float, held: dict[str, Part], chosen: tuple[str, ...]
@@ -229,20 +286,65 @@ def _ties(named: list[tuple[str, nn.Parameter]]) -> tuple[tuple[str, ...], ...]:
 
 
 def _hooks(places: list[Site]) -> Iterator[tuple[str, str]]:
-    """Those on modules and on parameters; what hangs there may change from step to step only by more of them."""
+    """Those of ``HANG_ON`` on modules and on parameters; from step to step there may only be more of them.
+
+    By the file that they are from, which may put one in another's place, as pruning does. A program takes off its own.
+    """
     for site in places:
         for module in site.stack if site.first else ():
             for kind, hooks in vars(module).items():
                 if kind.endswith("_hooks") and isinstance(hooks, dict):  # transformers has a list of that name
-                    yield from ((site.path, f"{kind.strip('_')}: {_function(hook)}") for hook in hooks.values())
+                    yield from ((site.path, f"{kind.strip('_')}: {home}") for home in _homes(hooks))
             for name, param in module._parameters.items():
-                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-                    yield f"{site.path}.{name}" if site.path else name, f"post_accumulate_grad_hooks: {_function(hook)}"
+                where = f"{site.path}.{name}" if site.path else name
+                hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+                yield from ((where, f"post_accumulate_grad_hooks: {home}") for home in _homes(hooks))
 
 
-def _function(hook: Any) -> str:
-    inside = getattr(hook, "func", hook)
-    return str(getattr(inside, "__qualname__", type(inside).__name__))
+HANG_ON = (
+    "torch.nn.",
+    "torch.distributed.",
+    "accelerate.",
+    "deepspeed.",
+    "peft.",
+    "transformers.",
+    "prepkit.applying.",
+)
+"""Modules of Python whose hooks compute, average or place something."""
+
+
+def _homes(hooks: dict[Any, Any]) -> Iterator[str]:
+    homes = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks.values())
+    return (home for home in homes if home.startswith(HANG_ON))
+
+
+def alive(kind: type) -> list[Any]:
+    """Every object of a class that there is. Takes some milliseconds."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def taken_over(scheduler: Any) -> bool:
+    """Return whether another living scheduler has set the rates that are not its own, as torch's ``SWALR`` does."""
+    known = inner(scheduler) if scheduler is not None else None
+    optimizer = inner(getattr(known, "optimizer", None))
+    rates = [as_rate(group.get("lr")) for group in getattr(optimizer, "param_groups", None) or ()]
+    if not rates or _last(known) in ([], rates):
+        return False
+    return any(inner(one.optimizer) is optimizer and _last(one) == rates for one in alive(LRScheduler))
+
+
+def replaced(optimizers: list[Any]) -> bool:
+    """Return whether another living optimizer, and none that shares their groups, holds what one of them holds."""
+    known = [inner(one) for one in optimizers]
+    groups = {id(group) for one in known for group in one.param_groups}
+    held = {id(param) for one in known for group in one.param_groups for param in group["params"]}
+    others = (group for one in alive(torch.optim.Optimizer) for group in one.param_groups if id(group) not in groups)
+    return any(id(param) in held for group in others for param in group["params"])
+
+
+def _last(scheduler: Any) -> list[float | None]:
+    """The rates that it has set last; empty: it does not say."""
+    return [as_rate(one) for one in getattr(scheduler, "_last_lr", None) or ()]
 
 
 def _stateful(optimizer: Any, first: dict[int, str]) -> Iterator[str]:
@@ -268,5 +370,7 @@ def _rates(scheduler: Any, optimizers: list[Any]) -> tuple[tuple[float, ...], tu
     known = inner(scheduler) if scheduler is not None else None
     driven = getattr(inner(getattr(known, "optimizer", None)), "param_groups", None)
     groups = driven if driven is not None else [group for one in optimizers for group in inner(one).param_groups]
-    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
-    return rates, tuple(map(float, getattr(known, "_last_lr", None) or ())) if driven is not None else ()
+    rates = [as_rate(group.get("lr")) for group in groups]
+    wanted = _last(known) if driven is not None else []
+    both = [(rate, one) for rate, one in zip_longest(rates, wanted) if rate is not None]
+    return tuple(rate for rate, _ in both), tuple(one for _, one in both if one is not None)

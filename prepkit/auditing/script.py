@@ -7,17 +7,20 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
+from threading import Thread
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import evolve
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -25,15 +28,22 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.window import Window, goes_backward
+from prepkit.auditing.window import Window, around_calls, goes_backward
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
+from prepkit.objects.whole_gradients import average_without
+from prepkit.observe.prepared.averaging import left_waiting
+from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.optimizers import engines, inner, lent
 from prepkit.ranks import end_groups
-from prepkit.ranks.arrivals import Arrivals, RanksApart
+from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
+from prepkit.rules import by_id
+from prepkit.rules.rule import findings_of
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
+_OURS = str(Path(__file__).parents[1]) + "/"
 
 
 LOOKED = "the end of its look"
@@ -108,9 +118,10 @@ def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) ->
         if stepped:
             return
         stepped = True
-        asks = arrivals.together("its first step")
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
         made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
+        window.awaited = _awaited(optimizer) if made else ()
+        asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks)
         heard(everywhere(found) if asks else found)
 
@@ -122,6 +133,55 @@ def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) ->
         handle.remove()
 
 
+def _awaited(optimizer: Any) -> tuple[nn.Parameter, ...]:
+    """What DDP waits for on this rank before it has averaged what the optimizer is about to step."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    mine = [one for one in wrappers if any(id(param) in held for param in one.parameters())]
+    return tuple(param for one in mine for param in left_waiting(one)) if world().carries_data else ()
+
+
+def _together(arrivals: Arrivals, awaited: Sequence[nn.Parameter]) -> bool:
+    """As of ``Arrivals``. Ranks that do not come as DDP waits there for this one get zeros for what is awaited."""
+
+    def average() -> None:
+        with suppress(RuntimeError):  # of a rank that has gone, which is told of whoever does not come
+            average_without(awaited)
+
+    averaging = Thread(target=average, daemon=True)  # which may never end
+    averaging.start()
+    asks = arrivals.together("its first step")
+    averaging.join(ANSWER_S)
+    return asks
+
+
+@contextmanager
+def empty_passes() -> Iterator[list[DataLoader[Any]]]:
+    """Inside, it collects the likes of loaders of which a pass was over before its first batch."""
+    empty: list[DataLoader[Any]] = []
+
+    def reads(plain: Any, reading: Any) -> Any:
+        try:
+            return plain(reading)
+        except StopIteration:
+            if not reading._num_yielded:
+                empty.append(_like(reading))
+            raise
+
+    with around_calls(_BaseDataLoaderIter, "__next__", reads):
+        yield empty
+
+
+def without_batches(empty: list[DataLoader[Any]]) -> tuple[Finding, ...]:
+    """What is wrong with these, where a script has come to its end without a step."""
+    found: dict[Finding, None] = {}
+    for one in empty:
+        facts = RunFacts(loaders=(evolve(prepared_loader(one), batches=0),))
+        (told,) = findings_of((by_id()["run.no-batches"],), facts)
+        found[evolve(told, where=f"loader of {type(one.dataset).__name__}")] = None
+    return tuple(found)
+
+
 def told(script: str, error: Exception) -> str:
     """The traceback as Python shows it for the script alone, and what it means."""
     frames = error.__traceback__
@@ -129,10 +189,15 @@ def told(script: str, error: Exception) -> str:
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
-    last = traceback.extract_tb(frames)[-1].filename if frames is not None else ""
-    if any(last.startswith(own) or own in str(error) for own in LISTENS):
-        return f"{shown}this was raised by what prepkit listens with, and not by {script}: report it, please"
+    if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error)):
+        return f"{shown}this was raised by prepkit itself, and not by {script}: report it, please"
     return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
+
+
+def _is_ours(calls: list[CodeType], said: str) -> bool:
+    """Return whether prepkit's look has failed, or what it listens with; not what a script asks of prepkit itself."""
+    inmost = takewhile(lambda code: code.co_filename.startswith(_OURS), reversed(calls))
+    return audit_step.__code__ in calls or any(own in said or own in str([*inmost]) for own in LISTENS)
 
 
 @contextmanager
@@ -163,9 +228,12 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
     model = _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
-    heard = None if window is None else window.facts(alive)
+    heard = None if window is None else window.facts(alive, model)
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
-    found = audit(model, optimizers, scheduler, _loaders(alive), ask_ranks=ask_ranks, at_step=made, window=heard)
+    loaders, awaited = _loaders(alive), () if window is None else window.awaited
+    found = audit(
+        model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited
+    )
     others = () if window is None else tuple(_of_others(model, roots, alive, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
 
@@ -195,7 +263,7 @@ def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any], *, as
     told = [(type(root).__name__, len(optimizers)) for root, optimizers in pairs.values()]
     alike = ask_ranks and world().same(told)
     for root, optimizers in pairs.values():
-        found = audit(root, optimizers, ask_ranks=alike)
+        found = audit(root, optimizers, ask_ranks=alike, awaited=())
         for finding in found.findings:
             if finding.rule in OF_OTHERS:
                 yield evolve(finding, where=f"{type(root).__name__}: {finding.where}")

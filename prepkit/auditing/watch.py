@@ -11,14 +11,16 @@ import torch
 from attrs import define, evolve, field
 from torch import nn
 
-from prepkit.auditing.course import RefusedSteps, SampledEpochs, Ticks
-from prepkit.auditing.running import RunningLook
+from prepkit.auditing.course import KeptGradients, RefusedSteps, SampledEpochs, Ticks
+from prepkit.auditing.running import RunningLook, replaced, taken_over
 from prepkit.court import report
+from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
 from prepkit.observe.given import said
 from prepkit.observe.prepared.look import look, optimizers_of
-from prepkit.observe.prepared.optimizers import engines, inner
-from prepkit.rules.rule import Need
+from prepkit.observe.prepared.optimizers import LastSteps, engines, inner
+from prepkit.rules import by_id, due
+from prepkit.rules.rule import Moment, Need, findings_of
 
 IDLE = 32
 """Forwards that train without a step of the optimizer, or steps without a tick of the scheduler: fewer say nothing."""
@@ -50,6 +52,10 @@ class DriftWatch:
     """That came before a step so far."""
     _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
     _ticks: Ticks | None = field(default=None, init=False, repr=False)
+    _last: LastSteps = field(factory=LastSteps, init=False, repr=False)
+    _given: tuple[Finding, ...] = field(default=(), init=False, repr=False)
+    """What is wrong with the scheduler that was given: told at the first look."""
+    _kept: KeptGradients | None = field(default=None, init=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -64,6 +70,8 @@ class DriftWatch:
         self._look = RunningLook(model=model, optimizers=known, scheduler=scheduler, facts=facts, share=self.share)
         self._look.steps, self._look.passes = self.steps, SampledEpochs()
         self._look.passes.listen()
+        asked = (rule for rule in due(Moment.DRIFT) if rule.id == "run.scheduler-elsewhere")
+        self._given = findings_of(asked, facts)
         self._engine = next(iter(engines(model)), None)
         if facts.scheduler is not None:
             self._ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
@@ -71,14 +79,20 @@ class DriftWatch:
         self._refused = RefusedSteps(stepping, made=self.steps)
         self._refused.listen()
         self._handles.append(stepping.register_step_pre_hook(self._before_step))
+        each = known if self._engine is None else ()  # DeepSpeed steps part by part, and keeps gradients to itself
+        own = [one for one in map(inner, each) if isinstance(one, torch.optim.Optimizer)]
+        self._kept = KeptGradients(own, self._due, self._told)
+        self._kept.listen()
+        self._handles += [one.register_step_pre_hook(self._over) for one in own]
         self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
 
     def close(self) -> None:
         """Looks no more."""
         while self._handles:
             self._handles.pop().remove()
-        if self._refused is not None:
-            self._refused.close()
+        for one in (self._refused, self._kept):
+            if one is not None:
+                one.close()
         if self._look is not None and self._look.passes is not None:
             self._look.passes.close()
 
@@ -91,20 +105,39 @@ class DriftWatch:
         self._most, self._forwards = max(self._most, self._forwards), 0
         if self._refused is not None:
             self._refused.made = self.steps
-        if self._look is not None and self._ticks is not None and self._ticks.step(IDLE):
+        if (
+            self._look is not None
+            and self._ticks is not None
+            and self._ticks.step(IDLE)
+            and not taken_over(self._look.scheduler)
+        ):
             self._tell(self._look.idle("run.drift-ticks", unticked=self._ticks.since - 1))
         if self.steps % self.every or self._look is None:
             return
         self.looks += 1
         self._look.steps = self.steps + (0 if self._refused is None else self._refused.refused)
-        self._tell(self._look.look())
+        self._tell(self._given + self._look.look())
+
+    def _over(self, optimizer: Any, *_: Any) -> None:
+        if self._last.again(optimizer):
+            over = RunFacts(restepped=type(optimizer).__name__)
+            self._tell(findings_of((by_id()["run.stepped-again"],), over))
+
+    def _due(self) -> bool:
+        """Whether gradients that are stepped now are followed: of the first step, and of each that is looked at."""
+        return self.steps == 1 or (self.steps > 0 and self.steps % self.every == 0)
+
+    def _told(self, rule: str, **seen: Any) -> None:
+        if self._look is not None:
+            self._tell(self._look.idle(rule, **{name: self._look.named(value) for name, value in seen.items()}))
 
     def before_forward(self, model: nn.Module) -> None:
         """Counts a forward that trains; one that is many more than ever came before a step tells that none comes."""
         if not (model.training and torch.is_grad_enabled()):
             return
         self._forwards += 1
-        if self.steps and self._look is not None and self._forwards == max(IDLE, 4 * self._most):
+        many = self.steps and self._look is not None and self._forwards == max(IDLE, 4 * self._most)
+        if many and self._look is not None and replaced(self._look.optimizers):
             self._tell(self._look.idle("run.drift-unstepped", unstepped=self._forwards))
 
     def _tell(self, looked: tuple[Finding, ...]) -> None:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import FrameType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
-from prepkit.objects.names import unwrap_root
+from prepkit.objects.names import named_parameters, unwrap_root
 from prepkit.observe.prepared.around import averages_weights, frames_above, line_of_program
 from prepkit.observe.prepared.loaders import language_config, odd_batch
 from prepkit.ranks.arrivals import Arrivals
@@ -72,11 +73,20 @@ class Window:
     """Whether gradients were clipped before anything went backward."""
     backwards: int = 0
     undivided: bool = False
+    cleared: str = ""
+    rebuilt: str = ""
+    taken: str = ""
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
+    awaited: tuple[nn.Parameter, ...] = ()
+    """As of ``audit``."""
+    _reentrant: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
+    """Lines of checkpoints, and the ``id``s of parameters inside."""
+    _trains: bool = False
+    """Whether the module that was called last computes gradients."""
     _float16: dict[str, None] = field(factory=dict)
     _float16_units: dict[str, None] = field(factory=dict)
     _unscaled: set[int] = field(factory=set)
@@ -100,6 +110,10 @@ class Window:
             for name in SQUASHED:
                 stack.enter_context(around_calls(nn.functional, name, self._loss(name)))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
+            stack.enter_context(around_calls(torch.optim.Optimizer, "zero_grad", self._clears))
+            stack.enter_context(around_calls(nn.Module, "zero_grad", self._clears))
+            stack.enter_context(around_calls(CheckpointFunction, "forward", self._checkpoints))
             stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
             for name in SENDS:
@@ -110,9 +124,13 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
-    def facts(self, alive: list[Any]) -> WindowFacts:
-        """What was heard so far. Reads on in streams that several workers give, which nobody reads afterwards."""
+    def facts(self, alive: list[Any], model: nn.Module | None = None) -> WindowFacts:
+        """What was heard so far; ``model``: whose parameters have names.
+
+        Reads on in streams that several workers give, which nobody reads afterwards.
+        """
         trainer, steps, ticks = _planned()
+        first = {} if model is None else {id(param): name for name, param in named_parameters(model).items()}
         return WindowFacts(
             float16=tuple(self._float16),
             float16_units=tuple(self._float16_units),
@@ -126,6 +144,12 @@ class Window:
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
             backwards=self.backwards,
+            cleared=self.cleared,
+            rebuilt=self.rebuilt,
+            taken=self.taken,
+            reentrant=tuple(
+                (line, tuple(first[one] for one in held)) for line, held in self._reentrant if first.keys() >= set(held)
+            ),
             communicates=self.communicates,
             averages_weights=averages_weights(self.reduced),
             recompiled=recompiled(),
@@ -138,7 +162,8 @@ class Window:
     def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
-        if not torch.is_grad_enabled():
+        self._trains = torch.is_grad_enabled()
+        if not self._trains:
             return
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:
@@ -193,11 +218,37 @@ class Window:
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
         self.backwards += 1
         self.arrivals.goes_backward()
+        self.cleared = self.taken = ""
+        given_to = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        self.rebuilt = "" if any(map(_leads, given_to)) else line_of_program(frames_above(__file__))
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         node = getattr(loss, "grad_fn", None)
         if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:
             self.undivided = True
         return plain(tensors, *given, **named)
+
+    def _takes(self, plain: Any, outputs: Any, inputs: Any = (), *given: Any, **named: Any) -> Any:
+        params = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        if not torch.compiler.is_compiling() and any(isinstance(one, nn.Parameter) for one in params):
+            self.taken = line_of_program(frames_above(__file__))
+        return plain(outputs, inputs, *given, **named)
+
+    def _clears(self, plain: Any, owner: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and self.backwards:
+            groups = (
+                [owner.parameters()] if isinstance(owner, nn.Module) else [one["params"] for one in owner.param_groups]
+            )
+            if any(param.grad is not None for group in groups for param in group):
+                self.cleared = line_of_program(frames_above(__file__))
+        return plain(owner, *given, **named)
+
+    def _checkpoints(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:
+        if self._trains and not any(one.requires_grad for one in given if isinstance(one, Tensor)):
+            params = (param for module in _modules_in(function) for param in module.parameters())
+            held = tuple(dict.fromkeys(id(param) for param in params if param.requires_grad))
+            if held:
+                self._reentrant[line_of_program(frames_above(__file__)), held] = None
+        return plain(ctx, function, preserve, *given)
 
     def _loaded(self, plain: Any, module: Any, state: Any, *given: Any, **named: Any) -> Any:
         result = plain(module, state, *given, **named)
@@ -281,6 +332,52 @@ def _before(values: Any) -> str:
             return name
         node = node.next_functions[0][0]
     return ""
+
+
+MOST_NODES = 64
+"""Of a graph in which no parameter is looked for any longer."""
+
+
+def _leads(loss: Any) -> bool:
+    """Return whether the graph of a loss leads to a parameter; a large one is taken to."""
+    node = getattr(loss, "grad_fn", None)
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        leaf = loss if node is None else getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            return True
+        after = {one for one, _ in getattr(node, "next_functions", ()) if one is not None} - seen
+        seen |= after
+        waiting += after
+    return bool(waiting)
+
+
+def _modules_in(function: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """Yield the modules that a function runs, as far as it is bound to them, or its code names them."""
+    match function:
+        case nn.Module():
+            yield function
+        case partial() if depth:
+            for one in (function.func, *function.args, *function.keywords.values()):
+                yield from _modules_in(one, depth - 1)
+        case MethodType() if isinstance(function.__self__, nn.Module):
+            named = [] if function.__name__ in ("__call__", "forward") else _named(function.__self__, function.__code__)
+            yield from named or [function.__self__]
+        case FunctionType() if depth:
+            code, known = function.__code__, function.__globals__
+            cells = [one.cell_contents for one in function.__closure__ or () if one != CellType()]
+            values = (*cells, *(function.__defaults__ or ()), *(known[one] for one in code.co_names if one in known))
+            for one in values:
+                if isinstance(one, nn.Module):
+                    yield from _named(one, code) or [one]
+                elif isinstance(one, partial | MethodType | FunctionType):
+                    yield from _modules_in(one, depth - 1)
+
+
+def _named(module: nn.Module, code: CodeType) -> list[nn.Module]:
+    """The modules inside it that code names, as where it says ``self.block(x)``."""
+    return [child for name, child in module._modules.items() if name in code.co_names and child is not None]
 
 
 def _by_a_library() -> bool:

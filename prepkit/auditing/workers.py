@@ -73,11 +73,11 @@ def alike(readings: list[Any]) -> Iterator[WorkersAlike]:
         if count < 2:
             continue
         if isinstance(data, IterableDataset):
-            what, sure = "give the same samples" if _gives_alike(reading, count) else "", True
+            what, sure, anew = "give the same samples" if _gives_alike(reading, count) else "", True, ""
         else:
-            what, sure = _draws_alike(_told(Path(reading._prepkit_told), count), data)
+            what, sure, anew = _draws_alike(_told(Path(reading._prepkit_told), count), data)
         if what:
-            yield WorkersAlike(loader=type(data).__name__, workers=count, what=what, sure=sure)
+            yield WorkersAlike(loader=type(data).__name__, workers=count, what=what, sure=sure, anew=anew)
 
 
 def _told(folder: Path, count: int) -> list[dict[str, str]]:
@@ -90,16 +90,32 @@ def _told(folder: Path, count: int) -> list[dict[str, str]]:
     return [dict(line.split(" ", 1) for line in one.read_text().splitlines()) for one in done]
 
 
-def _draws_alike(told: list[dict[str, str]], data: Any) -> tuple[str, bool]:
+def _draws_alike(told: list[dict[str, str]], data: Any) -> tuple[str, bool, str]:
+    """Return what they draw alike, whether that is sure, and what makes a generator of the data set anew in each."""
     same = {name for one, other in combinations(told, 2) for name in one if one[name] == other.get(name)}
     own = {name for name in same if name.startswith("dataset.")}
     if drawn := own & _drawn_from(data):
-        return f"draw the same from `{min(drawn)}`, of which each has a copy", True
+        anew = "; ".join(_anew(name, data) for name in sorted(drawn))
+        return f"draw the same from `{min(drawn)}`, of which each has a copy", True, anew
     if same - own:
         draws = _draws(data)
         names = ", ".join(sorted(same - own))
-        return ("", True) if draws is False else (f"have one seed, and draw the same ({names})", bool(draws))
-    return "", True
+        return ("", True, "") if draws is False else (f"have one seed, and draw the same ({names})", bool(draws), "")
+    return "", True, ""
+
+
+def _anew(name: str, data: Any) -> str:
+    """Return the line of a ``worker_init_fn`` that gives a worker's copy another state."""
+    at, kept = f"torch.utils.data.get_worker_info().{name}", getattr(data, name.removeprefix("dataset."))
+    match kept:
+        case torch.Generator():
+            return f"{at}.manual_seed(torch.initial_seed())"
+        case random.Random():
+            return f"{at}.seed(torch.initial_seed())"
+        case _ if hasattr(kept, "bit_generator"):
+            return f"{at} = numpy.random.default_rng(torch.initial_seed())"
+        case _:
+            return f"{at}.seed(torch.initial_seed() % 2**32)"
 
 
 def _drawn_from(data: Any) -> set[str]:

@@ -84,23 +84,25 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
     """Audit in this process, say what is found, and return the exit code."""
     from prepkit import codec
     from prepkit.auditing.outcome import Audit
-    from prepkit.auditing.script import ScriptEnded, audit_script, leave
+    from prepkit.auditing.script import ScriptEnded, audit_script, empty_passes, leave, without_batches
     from prepkit.findings import errors
     from prepkit.ranks import launcher
 
     try:
         found: Audit | Proof | None
-        if prove:
-            from prepkit.proving.script import prove_script
+        with empty_passes() as empty:
+            if prove:
+                from prepkit.proving.script import prove_script
 
-            found = prove_script(script, arguments, keep)
-        else:
-            found = audit_script(script, arguments)
+                found = prove_script(script, arguments, keep)
+            else:
+                found = audit_script(script, arguments)
     except ScriptEnded as ended:
         click.echo(str(ended), err=True)
         return SCRIPT_FAILED
     if found is None:
         click.echo(f"Error: {script} ended without an optimizer step, so that there was nothing to audit", err=True)
+        click.echo("\n".join(map(str, without_batches(empty))), err=True, nl=bool(empty))
         return 2
     looked = found if isinstance(found, Audit) else found.audit
     every = found.findings if looked is found or looked is None else (*found.findings, *looked.findings)

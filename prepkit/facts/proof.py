@@ -187,6 +187,8 @@ class ProofFacts:
     """Parameters with a gradient with which a copy of the model does not compute."""
     cut_off: tuple[str, ...] = ()
     """Parameters that the forward computes with, and to which no gradient comes, in the run as in its replay."""
+    cut: tuple[tuple[str, str], ...] = ()
+    """Those of them to which one comes where the forward cuts no graph, with what does: ``detach() at train.py:31``."""
     beside: tuple[str, ...] = ()
     """Lines that went backward over weights of the model, and over no output of it: ``train.py:31``."""
     wrapper: str = ""

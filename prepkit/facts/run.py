@@ -10,7 +10,7 @@ from attrs import frozen
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
-from prepkit.facts.window import CourseFacts, GradientFacts, OddSample, WindowFacts
+from prepkit.facts.window import CourseFacts, GradientFacts, OddSample, SharersFacts, WindowFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
 """What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
@@ -133,6 +133,8 @@ class PreparedLoader:
     """Into how many parts all that divides it divides it, one inside the other."""
     content: str = ""
     """A digest of which samples its data set has, where its kind tells; else of their number."""
+    picked: tuple[str, tuple[int, ...]] = ("", ())
+    """Where it is a part of another data set: a digest of that one, and the least indices of what it takes there."""
     sample: OddSample = ""
     """What is wrong in its first sample, where it feeds a causal language model."""
     indices: str = ""
@@ -153,6 +155,8 @@ class EngineFacts:
     scheduler: str | None = None
     """Class of the scheduler that the engine ticks by itself."""
     clipping: float = 0.0
+    past: bool = False
+    """Whether the optimizer inside its own is about to step, and the engine has not called it."""
 
 
 @frozen(kw_only=True)
@@ -176,6 +180,8 @@ class RankFacts:
     """Per loader: batches of a pass, samples of a batch, and what gives the order."""
     contents: tuple[str, ...] = ()
     """Per loader: digest of which samples its data set has."""
+    picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Per loader: of which data set its own is a part, and the least indices of what it takes there."""
     reads: tuple[tuple[str, str], ...] = ()
     """Per loader: digests of the indices of its first batches, and of its first samples."""
     modes: str = ""
@@ -186,6 +192,8 @@ class RankFacts:
     """Digest of the optimizers' state of parameters that every rank steps alike."""
     held: str = ""
     """Digest of the names of parameters that its optimizers hold."""
+    awaits: tuple[str, ...] = ()
+    """Names of the parameters whose gradients DDP has waited for."""
 
 
 @frozen(kw_only=True)
@@ -324,18 +332,6 @@ class AppliedFacts:
 
 
 @frozen(kw_only=True)
-class SharersFacts:
-    """Ranks that share layers and step other gradients than each other: what they have otherwise."""
-
-    weights: tuple[str, ...] = ()
-    """Parameters that they should hold alike."""
-    samples: bool = False
-    """Whether the last forward was given other ones."""
-    draws: bool = False
-    """Whether it has drawn from generators in other states."""
-
-
-@frozen(kw_only=True)
 class RunFacts:
     """A prepared model and what belongs to it, as one rank sees it. What nobody has looked at keeps its default."""
 
@@ -433,6 +429,8 @@ class RunFacts:
     """What is compared: an earlier look and one at this step; empty where there is no earlier one."""
     unrepeatable: tuple[int, ...] = ()
     """Loaders whose pass under way would not begin again as it began."""
+    restepped: str = ""
+    """Class of an optimizer that is about to step over the gradients of its last step; empty: none."""
     overwritten: bool = False
     """Whether weights were written in place of which the optimizer keeps master weights of its own."""
     unlike: tuple[Unlike, ...] = ()
@@ -468,6 +466,8 @@ class RunningParam:
     """Whether it is stepped though it is frozen: the engine keeps master weights, or one flat parameter with others."""
     awaited: bool = False
     """Whether DDP waits for its gradient though it is frozen, and averages nothing without."""
+    stepped: bool = True
+    """Whether an optimizer holds it, where it has begun to train since the earlier look."""
 
 
 @frozen(kw_only=True)

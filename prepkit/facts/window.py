@@ -6,9 +6,9 @@ from typing import Literal
 
 from attrs import frozen
 
-OddSample = Literal["", "shifted", "unmasked", "counted"]
-"""What is wrong in a sample of a causal language model: labels that are shifted already, pads without a mask, pads that
-count as labels."""
+OddSample = Literal["", "shifted", "unmasked", "learned", "both", "counted"]
+"""What is wrong in a sample of a causal language model: labels that are shifted already; without a mask, pads before
+the text, pads behind it that count as labels, and pads before it that count; masked pads that count as labels."""
 
 
 @frozen(kw_only=True)
@@ -48,6 +48,18 @@ class GradientFacts:
 
 
 @frozen(kw_only=True)
+class SharersFacts:
+    """Ranks that share layers and step other gradients than each other: what they have otherwise."""
+
+    weights: tuple[str, ...] = ()
+    """Parameters that they should hold alike."""
+    samples: bool = False
+    """Whether the last forward was given other ones."""
+    draws: bool = False
+    """Whether it has drawn from generators in other states."""
+
+
+@frozen(kw_only=True)
 class Loaded:
     """A ``load_state_dict`` that took nothing of what it was given."""
 
@@ -72,6 +84,8 @@ class WorkersAlike:
     """What is alike."""
     sure: bool = True
     """False: nobody could tell whether the data set draws at all."""
+    anew: str = ""
+    """What gives a worker a generator of its own, as code; empty: there is none among the data set's attributes."""
 
 
 @frozen(kw_only=True)
@@ -100,6 +114,14 @@ class WindowFacts:
     """How often it went backward."""
     undivided: bool = False
     """Whether a loss went backward past accelerate, divided by nothing."""
+    cleared: str = ""
+    """The line of the program that has cleared gradients since the last backward; empty: none has."""
+    rebuilt: str = ""
+    """The line of the last backward, where its loss leads to no parameter; empty: it leads to some, or is large."""
+    taken: str = ""
+    """The line that has computed gradients of parameters by ``torch.autograd.grad`` since the last backward."""
+    reentrant: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Reentrant checkpoints that were given no input that requires a gradient: the line, and what trains inside."""
     recompiled: tuple[tuple[str, int], ...] = ()
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
     text: OddSample = ""
@@ -137,6 +159,12 @@ class CourseFacts:
     """Per optimizer how many steps its state has counted; None: it counts none."""
     steps: int | None = None
     """Optimizer steps since watching began; None: nobody counts them."""
+    rate: float | None = None
+    """The greatest learning rate of all groups; None: not known."""
+    moved: bool | None = None
+    """Whether a trained weight that is read at each look is other than at the last; None: nobody knows."""
+    still: int = 0
+    """Steps in which no trained weight has changed, though some gradient is other than zero; 0: some has."""
     unstepped: int = 0
     """Forwards that have trained since the optimizer stepped last, where that is many more than ever before; else 0."""
     ticked: int | None = None
@@ -147,7 +175,17 @@ class CourseFacts:
     """Ticks that it is made for; None: none, or not known."""
     not_finite: tuple[str, ...] = ()
     """Of the weights that were read those that are NaN or infinite somewhere."""
+    spoiled: tuple[str, ...] = ()
+    """Buffers that were finite at a look, and hold NaN."""
+    unbounded: tuple[str, ...] = ()
+    """Buffers that were, and hold infinity."""
     zeroed: tuple[str, ...] = ()
     """Of the parameters that were read those whose moments were other than zero before, and are zero."""
     repeated: tuple[str, ...] = ()
     """Samplers that have given two whole passes in one order, with the epoch of it."""
+    left: tuple[str, ...] = ()
+    """Parameters whose gradients were stepped, not cleared, added to and stepped again, of those that are followed."""
+    twice: tuple[str, ...] = ()
+    """Likewise those of which two optimizers have stepped one gradient, one after the other."""
+    steppers: tuple[str, ...] = ()
+    """Classes of the two."""

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from prepkit.loading.loader import Loader
 
 
-def prepared(loaders: tuple[Any, ...]) -> Iterator[Loader]:
-    """Yield those that apply has made; what reads them is imported once there are any."""
-    if loaders:
-        from prepkit.loading.loader import Loader
+def prepared(loaders: tuple[Any, ...]) -> tuple[Loader, ...]:
+    """Return those that apply has made; what reads them is imported once there are any."""
+    if not loaders:
+        return ()
+    from prepkit.loading.loader import Loader
 
-        yield from (one for one in loaders if isinstance(one, Loader))
+    return tuple(one for one in loaders if isinstance(one, Loader))
 
 
 @define(eq=False, repr=False)
@@ -30,6 +31,8 @@ class Passes:
     """The loaders that are being read, and the batch in use."""
 
     loaders: tuple[Any, ...]
+    _prepared: tuple[Loader, ...] = field(default=(), init=False)
+    """Those of them that apply has made."""
     on_batch: Callable[[BatchRead | PassEnded], None] = lambda _: None
     """Called when a loader of training data gives another batch, or is outside its pass."""
     under_way: list[Loader] = field(factory=list, init=False)
@@ -52,7 +55,9 @@ class Passes:
         self._watch(loaders)
 
     def _watch(self, loaders: tuple[Any, ...]) -> None:
-        for loader in prepared(loaders):
+        made = prepared(loaders)
+        self._prepared += made
+        for loader in made:
             loader.watchers.append(self._changed)
 
     def stepping(self) -> None:
@@ -66,7 +71,7 @@ class Passes:
     @property
     def epoch(self) -> int | None:
         """Number of the first pass over the training data that has batches left; None: no loader here counts them."""
-        return next((one.open_epoch for one in prepared(self.loaders) if not one.evaluation), None)
+        return next((one.open_epoch for one in self._prepared if not one.evaluation), None)
 
     @property
     def began(self) -> int:
@@ -81,21 +86,21 @@ class Passes:
     @property
     def divides_streams(self) -> bool:
         """Whether a loader here divides a stream over the ranks; the same on all of them."""
-        return any(one.divides_stream for one in prepared(self.loaders))
+        return any(one.divides_stream for one in self._prepared)
 
     def unrepeatable(self) -> tuple[int, ...]:
         """Numbers of the loaders whose pass under way would begin in another order if it was begun again."""
-        return tuple(self.loaders.index(one) for one in prepared(self.loaders) if not one.repeats)
+        return tuple(self.loaders.index(one) for one in self._prepared if not one.repeats)
 
     def _divided(self) -> Iterator[RankBatches]:
         """Yield what divides the loaders of training data over the ranks by index."""
-        for one in prepared(self.loaders):
+        for one in self._prepared:
             if not one.evaluation and one.rank_batches is not None:
                 yield one.rank_batches
 
     def rest(self) -> None:
         """Let the workers of all loaders go."""
-        for one in prepared(self.loaders):
+        for one in self._prepared:
             one.rest()
 
     def set_epoch(self, epoch: int) -> None:
@@ -109,7 +114,7 @@ class Passes:
 
     def before_batch(self, act: Callable[[], None] | None) -> bool:
         """``act`` is called whenever a batch of training data is about to be read; False: no loader here will call."""
-        training = [loader for loader in prepared(self.loaders) if not loader.evaluation]
+        training = [loader for loader in self._prepared if not loader.evaluation]
         for loader in training:
             loader.before_batch = act
         return bool(training)

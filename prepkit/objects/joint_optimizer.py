@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 
@@ -147,6 +148,11 @@ class JointScheduler:
             raise ValueError(f"the state is that of {len(state)} schedulers, and there are {len(self.members)}")
         for index, member in enumerate(self.members):
             member.load_state_dict(state[str(index)])
+
+
+def held(optimizer: Any) -> list[Parameter]:
+    """All that it holds, group by group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def scheduler_members(scheduler: Any) -> tuple[Any, ...]:

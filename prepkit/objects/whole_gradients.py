@@ -1,4 +1,4 @@
-"""The gradients of parameters that every rank holds whole beside sharded ones: no unit reduces them."""
+"""The gradients of parameters that every rank holds whole: beside sharded ones, which no unit reduces, or under DDP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.autograd import backward
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -80,6 +81,16 @@ def average(params: Sequence[Parameter], groups: Iterable[Any]) -> None:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
             held = local(param.grad)
             held.copy_(part.view_as(held))
+
+
+def average_without(params: Sequence[Parameter]) -> None:
+    """Give DDP zeros for the gradients that it waits for, so that it averages what other ranks have begun to average.
+
+    What earlier micro-batches have added to these gradients stays. ``params``: of ``averaging.awaited``. It waits for
+    the other ranks, where there are any such. Nobody who listens to ``torch.autograd.backward`` hears of it.
+    """
+    if params:
+        backward(params, [torch.zeros_like(param) for param in params])
 
 
 def _flattened(params: Sequence[Parameter]) -> Tensor:

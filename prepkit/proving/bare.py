@@ -24,7 +24,8 @@ PREPARERS = ("torch.distributed", "torch._dynamo", "deepspeed", "accelerate", "l
 """Packages whose hooks and attributes a plain model has none of."""
 WRAPPERS = frozenset({"DistributedDataParallel", "DeepSpeedEngine", "_FabricModule"})
 """Classes that keep what they call as their first child."""
-HOOKS = (
+Tables = tuple[tuple[str, tuple[str, ...]], ...]
+HOOKS: Tables = (
     ("_forward_pre_hooks", ("_forward_pre_hooks_with_kwargs",)),
     ("_forward_hooks", ("_forward_hooks_with_kwargs", "_forward_hooks_always_called")),
 )
@@ -48,6 +49,7 @@ def bare_copy(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[
         making.fill(site)
     for site in places:
         making.attributes(site.module)
+    making.entrance(places[0])
     root: nn.Module = making.copied[id(places[0].module)]
     return root
 
@@ -100,6 +102,13 @@ class _Making:
         if not isinstance(shell, Through):
             _attributes(module, shell, dict(self.absent.get(id(module), ())), self.copied)
 
+    def entrance(self, root: Site) -> None:
+        """What the author has put before the forward of the root's wrappers: it changes what the root is given."""
+        shell = self.copied[id(root.module)]
+        vars(shell)["_forward_pre_hooks"].clear()
+        for one in root.stack:
+            _hooks(one, shell, HOOKS[:1], self.copied)
+
     def _param(self, name: str, param: nn.Parameter | None) -> nn.Parameter:
         if name not in self.made:
             whole = self.weights[name] if name in self.weights else copy.deepcopy(param)
@@ -143,7 +152,12 @@ def _attributes(module: nn.Module, shell: nn.Module, absent: Mapping[str, str], 
             continue
         vars(shell)[key] = _lent(value) if _foreign(value) else _copied(value, copied)
     vars(shell).update((key, _nothing) for key in LOGS if _foreign(getattr(type(module), key, None)))
-    for hooks, known in HOOKS:
+    _hooks(module, shell, HOOKS, copied)
+
+
+def _hooks(module: nn.Module, shell: nn.Module, kinds: Tables, copied: dict[int, Any]) -> None:
+    stood = vars(module)
+    for hooks, known in kinds:
         for number, hook in stood[hooks].items():
             if not _foreign(hook):
                 vars(shell)[hooks][number] = _copied(hook, copied)

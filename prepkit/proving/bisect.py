@@ -117,14 +117,14 @@ def _stepped(first: tuple[Record, ...], second: tuple[Record, ...], stage: str, 
     """
     noise = _noise(*first, *second)
     for name in (one.name for one in first[0].head.params):
-        found, others = replicas(first, kind, name), replicas(second, kind, name)
-        if not (found and others) or _apart(found[0].values, others[0].values) <= 100 * noise:
+        found = [replicas(records, kind, name) for records in (first, second)]
+        if not all(found) or _apart(found[0][0].values, found[1][0].values) <= 100 * noise:
             continue
-        a, b = numbers(found[0].values), numbers(others[0].values)
-        grads = replicas(first, "grad", name), replicas(second, "grad", name)
+        a, b = (numbers(one[0].values) for one in found)
+        grads = [replicas(records, "grad", name) for records in (first, second)]
         if all(grads):
-            one, other = (numbers(made[0].values) for made in grads)
-            a, b = _counting(a, b, one, other, _arrived(first, name), noise)
+            grad, other = (numbers(one[0].values) for one in grads)
+            a, b = _counting(a, b, grad, other, _arrived(first, name), noise)
         if (apart := _apart(a, b)) > 100 * noise:
             yield Parting(stage=stage, where=name, apart=apart, before=noise)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 from math import prod
 from typing import Any
 
@@ -144,6 +144,10 @@ class Proving:
     _stack: ExitStack = field(factory=ExitStack, init=False)
     _known: tuple[int, ...] = field(init=False)
     """Hooks of the root's forward that were there when the model was prepared."""
+    _first: int = field(default=-1, init=False)
+    """The recorder's hook before the root's forward."""
+    _ahead: tuple[int, ...] = field(default=(), init=False)
+    """Hooks that came before that, as they were put there later."""
     _over: bool = field(default=False, init=False)
     """Whether a window of a loop of the program's own was proven, inside of its step, where no hook can go."""
 
@@ -163,8 +167,9 @@ class Proving:
             raises=False,
             when_done=self.by_hand,
         )
-        self._over = False
+        self._over, before = False, set(self.ready.model._forward_pre_hooks)
         self._stack.enter_context(self.recorder.on())
+        self._first = next((one for one in self.ready.model._forward_pre_hooks if one not in before), -1)
         self.ready.loop.proven = self.window
 
     def window(self, ended: LoopState) -> None:
@@ -173,6 +178,7 @@ class Proving:
         One that is full, or was cut short by ``accumulate(last=True)`` or by the end of a pass, is divided by the full
         number, and a micro-batch of several backwards (``more=True``) is their sum.
         """
+        self._note_ahead()
         self._stack.close()
         full = self.ready.plan.owners.accumulation_steps
         if ended.micro_batches + 1 == full or ended.cut_short or ended.at_last_batch:
@@ -193,11 +199,17 @@ class Proving:
         if loop.acting or loop.state.used or self._over:
             return
         loop.proven, self._over = None, True
+        self._note_ahead()
         proof = self._proof()
         self.left -= 1
         goes_on = self.ready.model.register_forward_pre_hook(self._goes_on, prepend=True, with_kwargs=True)
         self._stack.callback(goes_on.remove)
         self._tells(proof)
+
+    def _note_ahead(self) -> None:
+        """Takes note of what was put before the recorder, which has heard what it gives."""
+        hooks = self.ready.model._forward_pre_hooks
+        self._ahead = tuple(takewhile(lambda one: one != self._first, hooks)) if self._first in hooks else ()
 
     def _goes_on(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """The next window of such a loop begins with this call, of which the new hooks hear the end alone."""
@@ -221,7 +233,7 @@ class Proving:
         if record is not None and not any(every):
             hooked = dict.fromkeys(name for name, _ in self.ready.plan.facts.model.param_hooks)
             late = tuple(number for number in _hooks_of(self.ready.model) if number not in self._known)
-            return proven_together(self.ready.model, record, tuple(hooked), late)
+            return proven_together(self.ready.model, record, tuple(hooked), (*late, *self._ahead))
         which = spans(tuple(rank for rank, one in enumerate(every) if one))
         why = f"rank {which}: {next(filter(None, every))}"
         return found_in(ProofFacts(world=ranks.size, shares=(), unproven=why))

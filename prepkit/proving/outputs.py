@@ -72,7 +72,7 @@ class OutputsTold:
     """Outputs to which something behind the model has done what can be named, a sentence each."""
     unrepeated: str = ""
     """The first whose gradient says nothing, because the replay does not give it again; empty: none."""
-    apart_on: tuple[int, ...] = ()
+    unrepeated_on: tuple[int, ...] = ()
     """The ranks of which outputs are such, where those of rank 0, whose model is copied, are not."""
     aside: str = ""
     """The first to which no gradient has come back, and that is other than in the replay; empty: none."""
@@ -96,7 +96,8 @@ def compared(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps:
             told.setdefault(first.counts, f"{first.name} is {first.off / (first.size or 1):.2g} x its size off {AGAIN}")
     ranks = sorted({one.record.head.rank for pairs in off.values() for one in pairs if one.counts})
     on = () if 0 in ranks else tuple(ranks)
-    return OutputsTold(changed=tuple(changed), unrepeated=told.get(True, ""), aside=told.get(False, ""), apart_on=on)
+    said = {"unrepeated": told.get(True, ""), "aside": told.get(False, "")}
+    return OutputsTold(changed=tuple(changed), unrepeated_on=on, **said)
 
 
 def astray(records: tuple[Record, ...], replays: list[Outputs], eps: float) -> str:

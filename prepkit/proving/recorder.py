@@ -22,6 +22,7 @@ from prepkit.auditing.window import around_calls, called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.findings.text import some
 from prepkit.objects import names
+from prepkit.objects.joint_optimizer import JointOptimizer
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
@@ -183,7 +184,7 @@ class Recorder(Turns):
             micros=tuple(self._micros),
             params=tuple(held_parts(self._trains, self._parts, self._shapes, self._held.groups)),
             evaluating=self._evaluating,
-            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._held.each)),
+            optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in self._held.optimizers)),
             groups=self._held.options,
             fresh=self._held.fresh,
             odd=tuple(self._held.odd),
@@ -417,8 +418,8 @@ class Recorder(Turns):
         if known and not self._stepping:
             self.around.twice = self.around.twice or not self._next.went
             self._steps_again()
-        if self.done or self._stepping or self.root is None:
-            return
+        if self.done or self._stepping or self.root is None or isinstance(optimizer, JointOptimizer):
+            return  # of that the members step
         if not self._micros:
             self._idles(self.root, optimizer)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from math import prod
 from typing import Any
 
@@ -48,8 +48,7 @@ DISTURBED = (
 )
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
-"""What rounding in the run's dtype does is measured by two replays: this part of it is allowed beside that. Of what 33
-right runs in 16 bits were off, that measure was a third or more."""
+"""This part of what rounding does, as two replays tell, is allowed beside it: by what 33 right runs were off."""
 CLAMPED = 2.0**-8
 """By which part an element that was clipped by value may be off it: rounding in bfloat16."""
 
@@ -74,7 +73,7 @@ class Replay:
     hooked: tuple[str, ...] = ()
     """Parameters that came with hooks of the program's own on their gradients, as a plan knows them."""
     late: tuple[int, ...] = ()
-    """Hooks behind the root's forward, by their numbers, that are none of the model's own: they came later."""
+    """Hooks around the root's forward, by their numbers, whose work is none of the model's own, or is recorded."""
     held: int = 0
     """The most of the former that was held."""
     outputs: list[Outputs] = field(factory=list)
@@ -87,6 +86,8 @@ class Replay:
     """The same of each share, in their order."""
     draw: set[int] = field(factory=set)
     """Ranks of which a forward has drawn from torch's generator."""
+    cuts: dict[str, str] | None = None
+    """As of ``Streamed``."""
 
     @property
     def most(self) -> int:
@@ -125,10 +126,10 @@ class Replay:
         for buffer in plain.buffers():
             buffer.data = _cast(buffer.data, dtype)
         for number in self.late:
-            plain._forward_hooks.pop(number, None)
+            plain._forward_hooks.pop(number, None) or plain._forward_pre_hooks.pop(number, None)
         bare.evaluate(plain, head.evaluating)
         there = {name: param for name, param in params.items() if name in stubs}
-        return plain, Streamed(there, lambda name: self.weight(name).to(kinds[name]), self.limit)
+        return plain, Streamed(there, lambda name: self.weight(name).to(kinds[name]), self.limit, self.cuts)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,9 +143,8 @@ def replayed(window: Replay) -> ProofFacts:
     Raises ``CannotReplay`` for what cannot be put together or run again.
     """
     records = window.records
-    first = records[0].head
+    first, disturbed = records[0].head, _disturbed(records)
     limits = list(dict.fromkeys(limit for one in records for limit in one.head.limits))
-    disturbed = _disturbed(records)
     if disturbed.idle:
         return ProofFacts(world=first.world, shares=(), idle=True, lines=first.lines)
     given = all(call.inputs for record in records for call in record.head.calls)
@@ -163,6 +163,7 @@ def replayed(window: Replay) -> ProofFacts:
     hooked = tuple(name for name in window.hooked if name in held)
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
+    idle = [name for name in judged if name in window.used - window.reached and not _had_gradient(records, name)]
     more += tuple(_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
     after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
@@ -181,9 +182,8 @@ def replayed(window: Replay) -> ProofFacts:
         buffers_apart=buffers,
         **{name: getattr(disturbed, name) for name in DISTURBED},
         unreached=tuple(name for name in sorted(held - window.reached) if _had_gradient(records, name)),
-        cut_off=tuple(
-            name for name in judged if name in window.used - window.reached and not _had_gradient(records, name)
-        ),
+        cut_off=tuple(idle),
+        cut=tuple(_cut(window, idle)) if idle else (),
         over=tuple(name for name in judged if _is_over(window, name)),
         value=first.value,
         first_apart=tuple((name, ranks) for name, ranks, _ in apart if ranks),
@@ -199,10 +199,17 @@ def replayed(window: Replay) -> ProofFacts:
         miscounted=miscounted(records),
         lines=first.lines,
         outputs=outputs.changed,
-        unrepeated=outputs.unrepeated,
-        unrepeated_on=outputs.apart_on,
+        **{name: getattr(outputs, name) for name in ("unrepeated", "unrepeated_on")},
         limits=(*limits, *more, *unlike, *_meant(records), *odd_calls(records), *((no_step,) if no_step else ())),
     )
+
+
+def _cut(window: Replay, idle: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield to which of these parameters a gradient comes once nothing is cut, and what cuts it."""
+    whole = evolve(window, outputs=[], reached=set(), used=set(), reached_by=[], cuts={})
+    with suppress(Exception):  # of a model that needs what it cuts: nobody knows
+        _gradients(whole, torch.float32)
+        yield from ((name, (whole.cuts or {}).get(name, "no_grad()")) for name in idle if name in whole.reached)
 
 
 def _left_out(window: Replay, aside: str, hooked: tuple[str, ...], *, some_elements: bool) -> Iterator[str]:

@@ -42,6 +42,7 @@ TRANSFORMED = (
     "torch.func (grad, vjp, vmap) has made the gradients: inside of it nothing can be recorded. While you prove, "
     "make them by loss.backward(), or by torch.autograd.grad(loss, parameters)"
 )
+WAITING = "DDP waits for gradients that never came, as the audit says, and has averaged nothing that was to be stepped"
 SAID = {
     "run.not-averaged": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
     "run.averaged-over-part": ("prove.part-of-ranks",),
@@ -60,6 +61,10 @@ AT_END = "the end of its window"
 
 class WindowDone(BaseException):
     """Ends the script after its first window; no ``except Exception`` of the script holds it up."""
+
+
+class StillWaits(BaseException):
+    """Ends the script at its first step, before which DDP had not averaged what is stepped."""
 
 
 def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None = None) -> Proof | None:
@@ -82,6 +87,7 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
 
     def looked(found: Audit) -> None:
         seen.append(evolve(found, proven=True))
+        _goes_on(found, arrivals)
         for one in recorder.family:
             one.around.averages = found.facts.window.averages_weights if found.facts.window else ""
 
@@ -102,7 +108,7 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         proof = proven_window(recorder, keep) if stages is None else proven_stages(stages, keep)
         if proof is None and steps:
             proof = _unproven(TRANSFORMED if any(one.transformed for one in recorder.family) else UNSEEN)
-    except TooLarge as error:
+    except (TooLarge, StillWaits) as error:
         arrivals.ends(str(error))
         proof = _unproven(str(error))
     except RanksApart as apart:
@@ -114,6 +120,12 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         proof = evolve(proof, audit=evolve(found, findings=tuple(untold(found.findings, proof.findings))))
     arrivals.lets_go()
     return proof
+
+
+def _goes_on(found: Audit, arrivals: Arrivals) -> None:
+    """Raise ``StillWaits`` where what was recorded says nothing, as all ranks have found."""
+    if not arrivals.alone and any(one.rule == "run.gradients-waited-for" for one in found.findings):
+        raise StillWaits(WAITING)
 
 
 def _in_turn(arrivals: Arrivals) -> Callable[[bool], bool]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
+import io
 import os
 import pickle
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BytesIO
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,6 +35,8 @@ from prepkit.rules import due
 from prepkit.rules.rule import Moment, answers
 
 ATTESTATION = "attestation.json"
+TRIAL = "trial.pt"
+"""What every process is given, in a file: sharing memory would move the model, and loses what is made to be sent."""
 REFUSED = "refused.txt"
 """What a process leaves where what it was given is wrong."""
 
@@ -64,22 +64,18 @@ class Trial:
 def prove_in_processes(trial: Trial, processes: int) -> Proof:
     """The proof of one window.
 
-    Raises ``ValueError`` where the loss is no number, or pickle does not take what the processes are given, and else
-    what a process raises, as ``torch.multiprocessing.ProcessRaisedException``.
+    Raises ``ValueError`` where the loss is no number, and else what a process raises, as
+    ``torch.multiprocessing.ProcessRaisedException``.
     """
-    ForkingPickler.register(torch.Generator, _reduced)  # torch sends its state as memory that is gone by then
-    for what in ("model", "optimizer", "batches", "loss"):
-        sendable(what, getattr(trial, what))
     with TemporaryDirectory(prefix="prepkit-proof-") as folder:
         spawn: Any = start_processes  # which has no types
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "backward hook .* will not be serialized")  # they go beside it
-            refused = Path(folder, REFUSED)
-            try:
-                spawn(_run, (processes, _free_port(), trial, folder), nprocs=processes, start_method="spawn")
-            except ProcessRaisedException:
-                if not refused.exists():
-                    raise
+        refused = Path(folder, REFUSED)
+        _leave(trial, folder)
+        try:
+            spawn(_run, (processes, _free_port(), folder), nprocs=processes, start_method="spawn")
+        except ProcessRaisedException:
+            if not refused.exists():
+                raise
         if refused.exists():
             raise ValueError(refused.read_text())
         proof = prove_records(trial.model, Path(folder), tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
@@ -89,50 +85,30 @@ def prove_in_processes(trial: Trial, processes: int) -> Proof:
     return evolve(proof, attestation=evolve(attestation, asked=(*attestation.asked, *asked)))
 
 
-class _Sending(pickle.Pickler):
-    """Tries everything but the numbers of tensors, which processes share."""
-
-    def persistent_id(self, given: Any) -> str | None:
-        """See pickle."""
-        return "shared" if isinstance(given, Tensor | torch.Generator) else None
-
-
-def _reduced(generator: torch.Generator) -> tuple[Any, ...]:
-    return _drawing, (generator.device.type, generator.get_state().numpy().tobytes())
-
-
-def _drawing(device: str, state: bytes) -> torch.Generator:
-    made = torch.Generator(device)
-    made.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    return made
+def _leave(trial: Trial, folder: str) -> None:
+    """Write what the processes are given. Raises ``ValueError`` that names what cannot be pickled."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "backward hook .* will not be serialized")  # they go beside it
+        try:
+            torch.save(trial, Path(folder, TRIAL))
+        except Exception as error:  # whatever the objects in it raise
+            for name in ("loss", "batches", "optimizer", "model"):
+                if not _pickles(getattr(trial, name)):
+                    what = f"{name}: processes get it by pickle, which does not take it ({error!s:.160})"
+                    do = "write its functions and classes at a module's top level, by def and class"
+                    raise ValueError(f"{what}; {do}, or prove the real run: pk.apply(plan, prove=1)") from error
+            raise
 
 
-def sendable(what: str, given: Any) -> None:
-    """Raise ``ValueError`` where pickle does not take what the processes are given, with the place of what it is."""
+def _pickles(thing: Any) -> bool:
     try:
-        _Sending(BytesIO()).dump(given)
-    except Exception as error:  # whatever the objects in it raise
-        inside = given.named_modules() if isinstance(given, nn.Module) else ()
-        every = ((f"{path}.{key}".strip("."), one) for path, module in inside for key, one in vars(module).items())
-        tables = ("_modules", "_parameters", "_buffers")
-        wrong = (f", in {place}" for place, one in every if not (place.endswith(tables) or _sends(one)))
-        which = f"{what} is {said(given)}{next(wrong, '')}"
-        how = (
-            "make functions and classes at a module's top level, by def and class, and open files and locks in the call"
-        )
-        real = "; or prove the real run: pk.apply(plan, prove=1)"
-        raise ValueError(f"{which}: processes get it by pickle ({error!s:.120}); {how}{real}") from error
-
-
-def _sends(given: Any) -> bool:
-    try:
-        _Sending(BytesIO()).dump(given)
-    except Exception:  # told with its place
+        torch.save(thing, io.BytesIO())
+    except Exception:  # likewise
         return False
     return True
 
 
-def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> None:
+def _run(rank: int, processes: int, port: int, folder: str) -> None:
     """One process: applies, trains a window, and leaves its record."""
     os.environ |= {
         "RANK": str(rank),
@@ -145,7 +121,8 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FindingWarning)  # the attestation has them, and the caller tells them
-    model, optimizer = copy.deepcopy((trial.model, trial.optimizer))  # theirs lie in memory that processes share
+    trial: Trial = torch.load(Path(folder, TRIAL), weights_only=False)
+    model, optimizer = trial.model, trial.optimizer
     params = names.named_parameters(model)
     for name, kind, hook in trial.hooks:
         getattr(params[name], kind)(hook)
@@ -161,10 +138,11 @@ def _run(rank: int, processes: int, port: int, trial: Trial, folder: str) -> Non
         for batch in mine:
             try:
                 outputs = _called(ready.model, batch)
-            except Exception as error:
-                if not any(True for _ in tensors_of(batch)):  # else it is the model's own affair
-                    Path(folder, REFUSED).write_text(_no_tensors(batch, error))
-                raise
+            except (TypeError, AttributeError) as error:
+                if next(tensors_of(batch), None) is not None:
+                    raise
+                Path(folder, REFUSED).write_text(_no_tensors(batch, error))
+                return
             loss = _own_loss(outputs) if trial.loss is None else trial.loss(outputs, batch)
             if trial.loss is not None and (wrong := _no_loss(loss, trial.loss)):
                 Path(folder, REFUSED).write_text(wrong)
@@ -193,12 +171,6 @@ def _called(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def _no_tensors(batch: Any, error: Exception) -> str:
-    """What is wrong with a batch without a tensor that the model has refused."""
-    how = "give tensors, torch.as_tensor(batch), alone, in a tuple of arguments, or in a dict of keywords"
-    return f"a batch is {said(batch)}, with which the model raised {type(error).__name__} ({error!s:.120}); {how}"
-
-
 def _own_loss(outputs: Any) -> Tensor | None:
     """The loss that a model returns: alone, as ``loss``, or under that key."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
@@ -221,6 +193,14 @@ def hooks_of(model: nn.Module) -> Iterator[tuple[str, ParamHook, Callable[..., A
                     do = "make it a function of a module's top level, or prove the real run: pk.apply(plan, prove=1)"
                     raise ValueError(f"{what}; {do}") from error
                 yield name, kind, hook
+
+
+def _no_tensors(batch: Any, error: Exception) -> str:
+    """Return what is wrong with a batch without a tensor that the model does not take."""
+    how = (
+        "a mapping's entries are keywords of the model, a tuple's its arguments: give tensors, as torch.as_tensor(...)"
+    )
+    return f"batches holds {said(batch)}, which the model does not take ({error!s:.160}); {how}"
 
 
 def _no_loss(returned: Any, loss: Callable[..., Any]) -> str:

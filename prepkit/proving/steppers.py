@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad
 
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
-from prepkit.objects.joint_optimizer import members
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
 from prepkit.proving.hooks import Around, Next, keep_changed, with_gradients
@@ -38,8 +37,7 @@ def plain_options(optimizer: Any, group: dict[str, Any]) -> str:
         if key not in ("params", "initial_lr", "param_names")
         and (_is_number(value) or (isinstance(value, tuple | list) and all(map(_is_number, value))))
     }
-    whose = next((one for one in members(optimizer) if any(group is mine for mine in one.param_groups)), optimizer)
-    return json.dumps({"class": class_of(acting(whose)), **kept}, sort_keys=True)
+    return json.dumps({"class": class_of(acting(optimizer)), **kept}, sort_keys=True)
 
 
 def class_of(optimizer: Any) -> str:
@@ -137,11 +135,6 @@ class HeldState:
     """Whether no optimizer had any state."""
     _numbers: dict[int, int] = field(factory=dict)
     """Identities of groups to their places."""
-
-    @property
-    def each(self) -> list[Any]:
-        """Them, and of several that step as one the members."""
-        return [member for one in self.optimizers for member in members(one)]
 
     def elsewhere(self, params: Iterable[tuple[str, nn.Parameter]]) -> tuple[str, ...]:
         """Trained parameters that another optimizer holds which is alive: it steps in a window of its own."""

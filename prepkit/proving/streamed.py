@@ -22,6 +22,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from prepkit.auditing.window import around_calls
+from prepkit.observe.prepared.around import frames_above, line_of_program
 
 LOOKS: frozenset[Any] = frozenset(
     {
@@ -35,6 +36,10 @@ LOOKS: frozenset[Any] = frozenset(
 """Functions that look at a parameter, and not at its values."""
 AS_THEY_ARE = frozenset({"to", "type_as", "__set__", "__setitem__"})
 """Functions that take tensors of two dtypes by themselves, and casts, which are the model's own."""
+
+_T: Any = torch.Tensor
+DETACHES = frozenset({torch.detach, _T.detach, _T.detach_, _T.data.__get__})
+"""Functions that cut a tensor off the graph that has made it."""
 
 PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
 """Types of arguments in which no tensor is."""
@@ -57,12 +62,16 @@ class Streamed:
     """A whole weight in the dtype of the replay."""
     limit: int
     """Bytes of weights that are kept, and of what backward keeps, before either goes elsewhere."""
+    cuts: dict[str, str] | None = None
+    """What would have cut off the gradient of a weight, as no graph is cut then; None: the forward cuts as it does."""
     arrived: Callable[[str, Tensor], None] = field(init=False)
     """Told each gradient of a weight; one that arrives again adds up."""
     used: set[str] = field(factory=set, init=False)
     """Parameters that an operator has computed with."""
     most: int = field(default=0, init=False)
     """The most bytes that were held at once."""
+    ungraded: bool = field(default=False, init=False)
+    """Whether the forward has said that it wants no graph, where it is given one all the same."""
     exact: bool = field(init=False)
     """Whether the weights are in float64."""
     _names: dict[int, str] = field(factory=dict, init=False)
@@ -93,6 +102,8 @@ class Streamed:
         if name is None:
             return tensor
         self.used.add(name)
+        if self.cuts is not None and self.ungraded:
+            self.cuts.setdefault(name, f"no_grad() at {line_of_program(frames_above(__file__))}")
         return cast("Tensor", _Fetched.apply(tensor, self, name))  # type: ignore[no-untyped-call]
 
     def whole(self, name: str) -> Tensor:
@@ -194,7 +205,13 @@ class _Mode(TorchFunctionMode):
         del types
         if func in LOOKS:
             return func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled and self.streamed.cuts is not None:
+            self.streamed.ungraded = not args[0]
+            return None
         given = _changed((args, kwargs or {}), self.streamed.real)
+        if func in DETACHES and self.streamed.cuts is not None:
+            line = line_of_program(frames_above(__file__))
+            return _Joined.apply(given[0][0], self.streamed.cuts, f"detach() at {line}")  # type: ignore[no-untyped-call]
         if self.streamed.exact and getattr(func, "__name__", "") in DRAWS:
             return _drawn(func, *given)
         args, kwargs = _widened(given) if self.streamed.exact and not _writes(func, given[1]) else given
@@ -269,3 +286,24 @@ class _Fetched(torch.autograd.Function):
         with torch._C.DisableTorchFunction():  # what is done with it is none of the model's functions
             ctx.streamed.arrived(ctx.name, grads[0])
         return None, None, None
+
+
+class _Joined(torch.autograd.Function):
+    """Stands for a detach that is left out; a gradient that comes back tells what it would have been kept from."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, cuts: dict[str, str], cut: str) -> Tensor:
+        ctx.cuts, ctx.cut = cuts, cut
+        return held.view_as(held)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        nodes, seen = [ctx], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if type(node).__name__ == "_FetchedBackward":
+                ctx.cuts.setdefault(node.name, ctx.cut)
+            more = {one for one, _ in node.next_functions if one is not None} - seen
+            seen |= more
+            nodes += more
+        return grads[0], None, None

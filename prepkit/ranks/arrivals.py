@@ -173,6 +173,16 @@ class Arrivals:
         self.alone = peers.store.get(f"how {place}") == "alone"
         return not self.alone
 
+    def come(self, place: str, within_s: float) -> bool:
+        """Say that this rank is here; return whether every rank is, after so many seconds at most."""
+        if (peers := self._joined()) is None:
+            return True
+        began, everyone = time.monotonic(), [f"{place}/{one}" for one in range(peers.world)]
+        peers.store.set(everyone[peers.rank], "here")
+        while not (here := peers.store.check(everyone)) and time.monotonic() < began + within_s:
+            time.sleep(pause(time.monotonic() - began))
+        return here
+
     def wanted(self, place: str, wants: bool, end: str) -> bool:
         """Return whether any rank wants it, once all are here; ranks that have come to their ``end`` want nothing.
 

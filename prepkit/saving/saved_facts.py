@@ -12,6 +12,7 @@ from prepkit.facts.saved_run import Said, SavedFacts, SavedModule, SavedTensor, 
 from prepkit.objects import names
 from prepkit.objects.joint_optimizer import members
 from prepkit.objects.unwrap import unwrap
+from prepkit.observe.prepared.optimizers import as_rate
 from prepkit.plan import Plan
 
 UNIMPORTANT = frozenset(
@@ -24,7 +25,7 @@ UNIMPORTANT = frozenset(
 """Entries of a model's config, and attributes of modules, that change nothing that is trained."""
 
 _SETTINGS = ("weight_decay", "betas", "momentum", "eps")
-_CYCLED = ("betas", "momentum")
+CYCLED = ("betas", "momentum")
 """Options that a scheduler sets if it cycles momentum."""
 _COUNTED = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter", "mode_worse", "T_cur"})
 """Counts of a scheduler, which a resume is to put back."""
@@ -99,7 +100,7 @@ def settings(optimizers: Sequence[Any], scheduler: Any) -> dict[str, Any]:
     scheduler starts from.
     """
     groups = [group for one in optimizers for group in one.param_groups]
-    cycled = _CYCLED if _cycles_momentum(scheduler) else ()
+    cycled = CYCLED if cycles_momentum(scheduler) else ()
     found = {
         f"{name} of group {at}": value
         for at, group in enumerate(groups)
@@ -112,16 +113,16 @@ def settings(optimizers: Sequence[Any], scheduler: Any) -> dict[str, Any]:
     return found
 
 
-def _cycles_momentum(scheduler: Any) -> bool:
+def cycles_momentum(scheduler: Any) -> bool:
     """True where a step of it, or of one inside it, sets momentum or betas (torch ``OneCycleLR``, ``CyclicLR``)."""
     inside = [one for name in ("_schedulers", "schedulers", "members") for one in getattr(scheduler, name, ())]
-    return bool(getattr(scheduler, "cycle_momentum", False)) or any(map(_cycles_momentum, inside))
+    return bool(getattr(scheduler, "cycle_momentum", False)) or any(map(cycles_momentum, inside))
 
 
 def _of(group: Mapping[str, Any]) -> dict[str, Any]:
-    rate = group.get("initial_lr", group.get("lr"))
+    rate = as_rate(group.get("initial_lr", group.get("lr")))
     kept = {name: group[name] for name in _SETTINGS if name in group}
-    return kept if rate is None else {"lr": float(rate), **kept}
+    return kept if rate is None else {"lr": rate, **kept}
 
 
 def _is_setting(name: str, value: Any) -> bool:

@@ -7,12 +7,12 @@ raised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -30,14 +30,6 @@ def ddp(model: Module, *, drop: bool, failed: bool) -> None:
             model._update_process_group(model.process_group)  # type: ignore[no-untyped-call]  # torch has no types
     elif model.require_backward_grad_sync and torch.is_grad_enabled():
         model.reducer.prepare_for_backward([])
-
-
-def average_without(params: Sequence[Parameter]) -> None:
-    """Give DDP zeros for the gradients that it waits for, so that it averages what other ranks have begun to average.
-
-    What earlier micro-batches have added to these gradients stays. ``params``: of ``averaging.awaited``.
-    """
-    torch.autograd.backward(params, [torch.zeros_like(param) for param in params])
 
 
 def fsdp1(units: Iterable[FullyShardedDataParallel], *, drop: bool, failed: bool) -> None:

@@ -24,9 +24,11 @@ from prepkit.loading.passes import STREAMS, Passes
 from prepkit.objects import fsdp1_flat
 from prepkit.objects.fsdp2_units import rewritten
 from prepkit.objects.local_part import local
+from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.around import mixes_empty, saved_in_parts
 from prepkit.observe.prepared.averaging import awaited, reduced
-from prepkit.observe.prepared.gradients import Gradient, Watched, reducer
+from prepkit.observe.prepared.gradients import Watched, as_they_came, reducer
+from prepkit.observe.prepared.optimizers import LastSteps
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
 from prepkit.plan import Plan
@@ -37,7 +39,7 @@ from prepkit.rules import due as rules_due
 from prepkit.rules.rule import Moment, Need, Rule, answers, findings_of
 from prepkit.steps import ShardLoader
 from prepkit.training.failed_forward import compiled_whole
-from prepkit.training.left_out import average_without, groups
+from prepkit.training.left_out import groups
 
 if TYPE_CHECKING:
     from prepkit.training.token_loss import Count
@@ -93,6 +95,7 @@ class Looks:
 
     _reduced: tuple[Parameter, ...] = field(default=(), init=False)
     """What DDP reduces, as its reducer numbers it."""
+    _last: LastSteps = field(factory=LastSteps, init=False)
     _awaited: frozenset[str] = field(default=frozenset(), init=False)
     """Names of what DDP waited for on this rank when the window ended."""
 
@@ -253,7 +256,7 @@ class Looks:
         facts = self.look.over_ranks(
             {need for rule in (*often, *once) for need in rule.needs},
             self._loop(loss, passes),
-            tuple(self._as_it_came(one) for one in look(values=first)),
+            tuple(as_they_came(look(values=first), self._awaited)),
             own_pass=epoch,
             given=self._given,
             reduced=watched is None and first,  # later on only whether they are there is asked
@@ -269,9 +272,6 @@ class Looks:
             return ()
         self._done = True
         return asked
-
-    def _as_it_came(self, one: Gradient) -> Gradient:
-        return evolve(one, missing=True, largest=None, tilt=None) if one.name in self._awaited else one
 
     def _ask_awaited(self) -> None:
         """Raises ``RunRefused`` on the rank alone on which DDP has waited: others have ended their windows."""
@@ -295,6 +295,11 @@ class Looks:
         own = tuple(now if now != before else 0 for now, before in since)
         loop = evolve(self._loop(None, passes), streams=self.look.streams(own))
         return (*mixed, *findings_of((by_id()["run.orders-apart"],), RunFacts(loop=loop)))
+
+    def before_hand(self, optimizer: Optimizer) -> None:
+        """Warn of a step of somebody else's over the gradients of the one before."""
+        if self._last.again(optimizer):
+            self.court.ask(Moment.STEP, RunFacts(restepped=type(optimizer).__name__))
 
     def before_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Raises ``RunRefused`` for state that is whole where the parameter is sharded; torch would fail later."""

@@ -26,7 +26,7 @@ from prepkit.findings import RunRefused
 from prepkit.loading.passes import Passes
 from prepkit.loop import History, Junction, Refused, advance, orders
 from prepkit.loop.orders import Order
-from prepkit.objects.joint_optimizer import members, tick, ticks_left
+from prepkit.objects.joint_optimizer import held, members, tick, ticks_left
 from prepkit.ranks.world import world
 from prepkit.training import token_loss
 from prepkit.training.drivers import Driver
@@ -72,6 +72,10 @@ class Loop:
     """Asks on this rank alone inside a window, where the engine takes gradients away as they come."""
     before_step: Callable[[], None] = lambda: None
     """Asks on all ranks what is due before the optimizer acts."""
+    after_engine_step: Callable[[], None] = lambda: None
+    """Told that the engine has written weights by its own step."""
+    before_hand: Callable[[Optimizer], None] = lambda _: None
+    """Asked before somebody else steps an optimizer of this run."""
     before_state: Callable[..., None] = lambda *_: None
     """Asked before an optimizer takes a state."""
     before_weights: Callable[..., None] = lambda *_: None
@@ -128,8 +132,7 @@ class Loop:
         """The joint p-norm of the gradients that are there, unscaled and averaged. Collective where sharded."""
         if self.whole_gradients is not None:
             self.whole_gradients.average()
-        held = [param for param in self.trained() if param.grad is not None]
-        found = self.engine.norm(self.model, held, power)
+        found = self.engine.norm(self.model, [one for one in self.trained() if one.grad is not None], power)
         return found if self.scaler is None else found / self.scaler.get_scale()
 
     @property
@@ -139,7 +142,7 @@ class Loop:
 
     def trained(self) -> list[Parameter]:
         """All parameters that the optimizers hold."""
-        return parameters(self.optimizer) if self.optimizer is not None else []
+        return held(self.optimizer) if self.optimizer is not None else []
 
     def leave_gradients(self) -> None:
         """From here on gradients are the script's to add to, to write and to clear, as in scripts for accelerate."""
@@ -215,7 +218,7 @@ class Loop:
     def _clip(self) -> None:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)  # a norm of scaled gradients would be clipped to nothing
-        self.grad_norm = self.engine.clip(self.model, self.clip, parameters(self.optimizer))
+        self.grad_norm = self.engine.clip(self.model, self.clip, held(self.optimizer))
 
     def backward(
         self, loss: torch.Tensor, *, more: bool = False, mean_over: Count | None = None, retain_graph: bool = False
@@ -301,7 +304,7 @@ class Loop:
                     self.finish_averaging()
                     factor = self._tokens.end(whole)
                     if factor is not None and not self.plan.engine_steps:
-                        token_loss.multiply_gradients(parameters(self.optimizer), factor)
+                        token_loss.multiply_gradients(held(self.optimizer), factor)
                 case orders.StepEngine():
                     applied = self._step_engine(order, factor)
                 case orders.StepOptimizer(each=each):
@@ -316,6 +319,7 @@ class Loop:
         with token_loss.multiplied_by_engine(self.model, factor), self.allowed():
             done = self.engine.step(self.model, order.last)
         if order.last:
+            self.after_engine_step()
             self.grad_norm = done.norm  # which the engine counts whether it clips or not
         return done.applied
 
@@ -468,6 +472,7 @@ def _heard(loop: weakref.ref[Loop], model: Module, averages: bool) -> None:
 def _stepped(loop: weakref.ref[Loop], optimizer: Optimizer) -> None:
     if (own := loop()) is not None and not own._acting:
         own.stepped_by_hand(optimizer)
+        own.before_hand(optimizer)
 
 
 def _inner_stepped(loop: weakref.ref[Loop], name: str) -> None:
@@ -491,8 +496,3 @@ def check_loss(loss: Any) -> None:
     if loss.numel() != 1:
         shape = tuple(loss.shape)
         raise ValueError(f"ready.backward() takes one number, and this loss has the shape {shape}; write loss.mean()")
-
-
-def parameters(optimizer: Any) -> list[Parameter]:
-    """All that it holds, group by group."""
-    return [param for group in optimizer.param_groups for param in group["params"]]

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from prepkit.applying.claims import OWNER, owner_of
 from prepkit.facts.run import RunFacts, StrangerFacts
 from prepkit.objects import names
-from prepkit.objects.joint_optimizer import members
+from prepkit.objects.joint_optimizer import held, members
 from prepkit.rules.rule import Moment
 from prepkit.training.loop import Loop
 from prepkit.training.watching import averages_nothing
@@ -62,14 +62,13 @@ def _known(optimizer: Optimizer, prepared: Optimizer | None) -> bool:
 
 def _seen(optimizer: Optimizer, loop: Loop, before: WeakIdKeyDictionary) -> StrangerFacts:
     """Facts about a step of this optimizer; ``before`` has the names that parameters had before apply."""
-    held = [param for group in optimizer.param_groups for param in group["params"]]
     there = {id(param): name for name, param in names.named_parameters(loop.model).items()}
     planned = loop.optimizer is not None
     alone = not planned and averages_nothing(loop.model, optimizer)
     return StrangerFacts(
         name=type(optimizer).__name__,
-        replaced=tuple(before[param] for param in held if id(param) not in there and param in before),
-        shared=tuple(there[id(param)] for param in held if id(param) in there),
+        replaced=tuple(before[param] for param in held(optimizer) if id(param) not in there and param in before),
+        shared=tuple(there[id(param)] for param in held(optimizer) if id(param) in there),
         planned=planned,
         averaged_elsewhere=planned and (loop.state.used or loop.plan.engine_steps),
         engine_steps=loop.plan.engine_steps,

@@ -143,6 +143,8 @@ class Prepared:
             before_averaging=self._looks.before_averaging,
             after_micro_batch=self._looks.after_micro_batch,
             before_step=_asking(self),
+            after_engine_step=self._looks.look.settle,
+            before_hand=self._looks.before_hand,
             before_state=self._looks.before_state,
             before_weights=self._looks.before_weights,
             passes=Passes(self.loaders),

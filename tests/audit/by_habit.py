@@ -106,6 +106,17 @@ def norms_of_a_frozen_part(rank: int, world: int) -> Case:
     return case(nn.Sequential(body, nn.Linear(WIDTH, 4)))
 
 
+def norms_of_the_first_of_equal_blocks(rank: int, world: int) -> Case:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(3)]
+    blocks[0].requires_grad_(requires_grad=False)
+    return case(nn.Sequential(*blocks))
+
+
+def teacher_that_drops_and_is_held(rank: int, world: int) -> Case:
+    model = Distilled(hidden=False).train()
+    return case(model, [torch.optim.AdamW(model.parameters())])
+
+
 def checkpoints_that_forget(rank: int, world: int) -> Case:
     model = net(dropout=0.1)
     model.blocks[0] = checkpoint_wrapper(model.blocks[0], preserve_rng_state=False)
@@ -237,6 +248,32 @@ def sampler_under_accelerate(rank: int, world: int) -> Case:
     loader = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows(), num_replicas=world, rank=rank))
     model, optimizer, loader = ours.prepare(model, adam(model), loader)
     return case(model, optimizer, loaders=(loader,))
+
+
+def stream(rank: int, world: int, **given: Any) -> Case:
+    """Of four shards, split by rank where the rank is not -1, and prepared by accelerate."""
+    from datasets import Dataset
+    from datasets.distributed import split_dataset_by_node
+
+    data = Dataset.from_dict({"x": list(range(32))}).to_iterable_dataset(num_shards=4)
+    data = data if rank < 0 else split_dataset_by_node(data, rank, world)
+    model, ours = net(), accelerator(**given)
+    model, optimizer, loader = ours.prepare(model, adam(model), DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    return case(model, optimizer, loaders=(loader,))
+
+
+def nodes_under_a_dispatcher(rank: int, world: int) -> Case:
+    return stream(rank, world)
+
+
+def nodes_under_accelerate(rank: int, world: int) -> Case:
+    return stream(rank, world, dataloader_config=undispatched())
+
+
+def undispatched() -> Any:
+    from accelerate.utils import DataLoaderConfiguration
+
+    return DataLoaderConfiguration(dispatch_batches=False)
 
 
 def hook_that_averages_nothing(rank: int, world: int) -> Case:

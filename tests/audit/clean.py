@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, Subset
 
 from tests.audit.by_gradients import averaged_by_hand
+from tests.audit.by_habit import stream, undispatched
 from tests.audit.by_libraries import accelerator, engine_of, llama
 from tests.audit.by_sharding import CPU, cut, flattened, sharded
 from tests.audit.case import WIDTH, Block, Case, adam, divided, net, rows
@@ -241,6 +242,14 @@ def accelerated_llama(rank: int, world: int) -> Case:
     return Case(model=model, optimizer=optimizer, loaders=(loader,))
 
 
+def stream_dispatched(rank: int, world: int) -> Case:
+    return stream(-1, world)
+
+
+def stream_divided_by_accelerate(rank: int, world: int) -> Case:
+    return stream(-1, world, dataloader_config=undispatched())
+
+
 # --- transformers and peft ---
 
 
@@ -370,6 +379,7 @@ CLEAN: tuple[CleanProgram, ...] = (
         CleanProgram(make, "accelerate", 2)
         for make in (accelerated, accelerated_mixed, accelerated_accumulation, accelerated_llama)
     ),
+    *(CleanProgram(make, "datasets", 2) for make in (stream_dispatched, stream_divided_by_accelerate)),
     *(CleanProgram(make, "transformers", 1) for make in (tied_llama, checkpointed_llama, trainer)),
     *(CleanProgram(make, "transformers", 2) for make in (llama_under_ddp, llama_under_fsdp2)),
     *(CleanProgram(make, "peft", 1) for make in (lora, lora_checkpointed)),

@@ -170,6 +170,8 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_habit.samples_in_one_order, "run.in-order", "torch", 1, "shuffle=False in training"),
     PlantedError(by_habit.teacher_that_drops, "run.frozen-drops", "torch", 1, "a frozen teacher with dropout"),
     PlantedError(by_habit.norms_of_a_frozen_part, "run.frozen-norms", "torch", 1, "batch norms of a frozen part"),
+    PlantedError(by_habit.norms_of_the_first_of_equal_blocks, "run.frozen-norms", "torch", 1, "a block like others"),
+    PlantedError(by_habit.teacher_that_drops_and_is_held, "run.frozen-drops", "torch", 1, "a teacher that is held"),
     PlantedError(
         by_habit.checkpoints_that_forget, "run.checkpoint-forgets", "torch", 1, "preserve_rng_state=False over dropout"
     ),
@@ -193,6 +195,10 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_habit.sampler_over_parts, "run.divided-twice", "torch", 2, "random_split by rank under a sampler"),
     PlantedError(
         by_habit.sampler_over_nodes, "run.divided-twice", "datasets", 2, "split_dataset_by_node under a sampler"
+    ),
+    *(
+        PlantedError(made, "run.divided-twice", "datasets", 2, "split_dataset_by_node under accelerate")
+        for made in (by_habit.nodes_under_a_dispatcher, by_habit.nodes_under_accelerate)
     ),
     PlantedError(by_habit.sampler_under_accelerate, "run.divided-twice", "accelerate", 2, "a sampler under accelerate"),
     PlantedError(by_habit.hook_that_averages_nothing, "run.gradients-part", "torch", 2, "a hook that averages nothing"),

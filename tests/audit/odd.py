@@ -311,6 +311,15 @@ def other_optimizers(rank: int, world: int) -> Case:
     return case(model, [torch.optim.Adafactor(body), torch.optim.NAdam(model.head.parameters())])
 
 
+def rates_that_are_no_numbers(rank: int, world: int) -> Case:
+    """As Adafactor of transformers, which finds its own."""
+    model = net()
+    groups = [{"params": model.blocks.parameters()}, {"params": model.enter.parameters(), "lr": torch.tensor(0.1)}]
+    optimizer = torch.optim.SGD([*groups, {"params": model.head.parameters()}], lr=0.1)
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[2]["lr"] = None, torch.empty(0)
+    return backward(model, optimizer)
+
+
 def sparse_embedding(rank: int, world: int) -> Case:
     model = nn.ModuleDict({"words": nn.Embedding(8, WIDTH, sparse=True), "head": nn.Linear(WIDTH, 4)})
     model["head"](model["words"](torch.tensor([1, 2]))).sum().backward()
@@ -322,6 +331,31 @@ def frozen_norms(rank: int, world: int) -> Case:
     body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).requires_grad_(requires_grad=False)
     body.eval()
     return case(nn.Sequential(body, nn.Linear(WIDTH, 4)))
+
+
+class Contrast(nn.Module):
+    """MoCo's: keys come from a copy that follows, in training mode with batch norms of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(requires_grad=False)
+
+
+def norms_of_a_copy_that_follows(rank: int, world: int) -> Case:
+    model = Contrast()
+    for key, query in zip(model.key.parameters(), model.query.parameters(), strict=True):
+        key.add_(torch.randn_like(key), alpha=0.05 * float(query.detach().std(correction=0)))  # as after a resume
+    return case(model, adam(model.query))
+
+
+def frozen_for_a_turn(rank: int, world: int) -> Case:
+    """As Lightning's ``toggle_optimizer`` leaves the discriminator while the generator steps."""
+    critic = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, 1))
+    model = nn.ModuleDict({"generator": nn.Linear(8, WIDTH), "critic": critic})
+    optimizers = [adam(model["generator"]), adam(critic)]
+    critic.requires_grad_(requires_grad=False)
+    return case(model, optimizers)
 
 
 def eval_without_anything_that_cares(rank: int, world: int) -> Case:
@@ -442,7 +476,8 @@ ODD_ONE = (
     *(warm_up_then_cosine, warm_up_alone, chained_rates, rate_by_plateau, rate_by_epoch, restarts, cyclic),
     *(other_optimizers, sparse_embedding, frozen_norms, eval_without_anything_that_cares, actor_critic, resumed),
     *(resumed_without_state, accumulated_by_hand, stepped_in_backward, endless_stream, batches_of_its_own, in_time),
-    *(parameters_in_lists, complex_weights, input_that_is_trained),
+    *(parameters_in_lists, complex_weights, input_that_is_trained, rates_that_are_no_numbers),
+    *(norms_of_a_copy_that_follows, frozen_for_a_turn),
 )
 ODD_LIBRARIES = (
     *((make, "transformers") for make in (preferred, labels_as_the_model_takes_them)),

@@ -225,6 +225,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.written-in-forward": evolve(FINE, loop=LoopFacts(window=1, written=NAMES[:1], gathers="FSDP2")),
     "run.drift-trained": later(params=(evolve(RUNNING.params[0], requires_grad=False), *RUNNING.params[1:])),
     "run.tie-broken": later(ties=()),
+    "run.stepped-again": evolve(FINE, restepped="AdamW"),
     "run.drift-hooks": later(hooks=()),
     "run.drift-rate": later(rates=(0.5,)),
     "run.averaging-off": later(course=CourseFacts(unaveraged=("",))),
@@ -232,6 +233,8 @@ BROKEN: dict[str, RunFacts] = {
     "run.drift-counts": onwards({"counts": (7,)}, {"counts": (1,)}),
     "run.drift-mode": later(course=CourseFacts(resting=("drop",))),
     "run.drift-options": later(course=CourseFacts(altered=(("param_groups[0].eps", "1e-08", "0.1"),))),
+    "run.drift-still": onwards({"rate": 0.0, "steps": 9}, {"rate": 0.0, "moved": False, "steps": 12}),
+    "run.left-over": later(course=CourseFacts(left=NAMES[:1])),
     "run.drift-unstepped": later(course=CourseFacts(unstepped=40)),
     "run.drift-ticks": onwards({"ticked": 9, "horizon": 10, "steps": 9}, {"ticked": 13, "horizon": 10, "steps": 11}),
     "run.drift-epoch": later(course=CourseFacts(repeated=("of 32 samples, at epoch 0",))),
@@ -256,6 +259,7 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
+    "run.stepped-twice": later(course=CourseFacts(twice=NAMES[:1], steppers=("AdamW", "SGD"))),
     "run.no-master-weights": with_params(dtype="bfloat16"),
     "run.missed": later(params=(evolve(RUNNING.params[0], known=False, served=False), *RUNNING.params[1:])),
     "run.orphans": later(held=(NAMES[1:],), orphans=(1,)),
@@ -264,6 +268,42 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.saves-shards": evolve(FINE, saves_shards=("train.py:88: torch.save(...)",)),
     "run.nan": later(course=CourseFacts(not_finite=NAMES[:1])),
     "run.wrapped-twice": evolve(FINE, wrapped=(WrappedModule(path="", wrappers=("ddp", "fsdp1")),)),
+    "run.steps-nothing": evolve(
+        FINE, gradients=GradientFacts(stepped=2, zero=True), window=WindowFacts(backwards=1, cleared="train.py:9")
+    ),
+    "run.reentrant-frozen": evolve(
+        FINE,
+        gradients=GradientFacts(stepped=2, missing=NAMES[:1], awaited=NAMES[:1]),
+        window=WindowFacts(backwards=1, reentrant=(("train.py:9", NAMES[:1]), ("train.py:9", NAMES[:2]))),
+    ),
+    "run.gradients-part": evolve(
+        with_ranks(),
+        ddp=(DDPFacts(path="", reduced=2, known=2),),
+        gradients=GradientFacts(stepped=2, compared=NAMES, parted=NAMES[:1]),
+        window=WindowFacts(taken="train.py:9"),
+    ),
+    "run.divided-twice": evolve(
+        FINE,
+        loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2),),
+        ranks=tuple(
+            evolve(
+                RANK,
+                rank=rank,
+                tensor_ranks=(rank,),
+                generator="ab"[rank],
+                contents=("ab"[rank],),
+                loaders=((2, rank, "sampler", ""),),
+                picks=(("a", (rank, 2)),),
+            )
+            for rank in (0, 1)
+        ),
+    ),
+    "run.workers-alike": evolve(
+        FINE,
+        window=WindowFacts(workers=(WorkersAlike(loader="Rows", workers=4, what="draw", anew="info.dataset.x = 1"),)),
+    ),
+    "run.text-odd": evolve(FINE, window=WindowFacts(text="learned")),
+    "run.same-samples": evolve(FINE, loaders=(PreparedLoader(seen=evolve(tiny_loader(), iterable=True)),)),
     "run.not-read": evolve(FINE, loop=LoopFacts(window=8, loaders=1, apart=4, divides="given", readers=2)),
     "run.maybe-averaged": evolve(
         FINE,

@@ -7,6 +7,7 @@ import json
 import runpy
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from functools import reduce
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,71 @@ def test_a_rank_that_skips_its_step_is_given_up(run: Auditor) -> None:
     assert "Traceback" not in err
 
 
+LEAVES_OUT = f"""{MODEL}
+import torch.distributed as dist
+dist.init_process_group("gloo")
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+    def forward(self, x, which):
+        return sum(getattr(self, name)(x) for name in which)
+model = nn.parallel.DistributedDataParallel(Two(), bucket_cap_mb=BUCKET, gradient_as_bucket_view=VIEW)
+optimizer = torch.optim.AdamW(model.parameters())
+which = TAKES[dist.get_rank()]
+for x, y in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
+    with model.no_sync():
+        model(x, ["first"]).square().mean().backward()
+    (model(x, which) - y).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+BOTH = ["first", "second"]
+SHORT = "from prepkit.ranks import arrivals\narrivals.SAID_S, arrivals.AHEAD_S, arrivals.STILL_S = 0.0, 4.0, 8.0\n"
+
+
+def leaves_out(takes: list[list[str]], *, small: bool = False) -> str:
+    """A script of two ranks under DDP whose forwards take these layers; ``small``: each has a bucket of its own."""
+    words = {"TAKES": repr(takes), "BUCKET": "1e-6" if small else "25", "VIEW": str(small)}
+    return reduce(lambda text, word: text.replace(*word), words.items(), LEAVES_OUT)
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["one bucket", "a bucket each"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_layer_that_one_rank_alone_leaves_out_under_ddp_is_named_at_once(
+    run: Auditor, rank: int, small: bool
+) -> None:
+    takes = [["first"] if one == rank else BOTH for one in range(2)]
+    said = "error run.gradients-waited-for at model.second.weight: DDP waits for 2 gradients that never came on rank"
+    for words in ((), ("--prove",)):
+        code, out, err = run(SHORT + leaves_out(takes, small=small), *words, "train.py", world=2)
+        assert code == 1, err
+        assert f"{said} {rank}: `second.weight`, `second.bias`" in out
+        assert out.count("error ") == 1, out
+        assert ("DDP waits for gradients that never came, as the audit says" in out) is bool(words)
+
+
+def test_layers_that_each_rank_leaves_out_under_ddp_are_named_on_both(run: Auditor) -> None:
+    code, out, err = run(SHORT + leaves_out([["first"], ["second"]]), "train.py", world=2)
+    assert code == 1, err
+    assert "DDP waits for 4 gradients that never came: `first.weight`, `first.bias`, `second.weight`" in out
+    code, out, err = run(SHORT + leaves_out([BOTH, BOTH]), "train.py", world=2)
+    assert (code, "error" in out) == (0, False), err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_ddp_waits_for_on_one_rank_is_named_by_an_audit_behind_the_backward(
+    gang2: Gang, tmp_path: Path, rank: int
+) -> None:
+    takes = [["first"] if one == rank else BOTH for one in range(2)]
+    asks = "    import prepkit as pk\n    print(pk.audit(model, optimizer))\n    break\n"
+    text = leaves_out(takes).replace(STARTS, "").replace("    optimizer.step()\n", asks)
+    (tmp_path / "train.py").write_text(text)
+    for said in gang2.run(says, str(tmp_path / "train.py"), timeout=60):
+        assert f"DDP waits for 2 gradients that never came on rank {rank}: `second.weight`, `second.bias`" in said
+
+
 def test_a_trainer_is_audited_at_its_first_step(run: Auditor) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -254,6 +320,21 @@ def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
 
     assert "not by train.py: report it, please" in told("train.py", failing())
     assert "train.py raised before its first optimizer step" in told("train.py", ValueError("mine"))
+
+
+REFUSED = "import prepkit as pk\npk.apply(3)\n"
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_look_that_fails_says_so_and_a_refusal_that_the_script_asks_for_is_the_scripts(
+    run: Auditor, ours: bool
+) -> None:
+    breaks = FINE.replace("optimizer.step()", "optimizer.param_groups[0][3] = 0; optimizer.step()")
+    code, _, err = run(breaks if ours else REFUSED, "train.py")
+    assert code == 3, err
+    assert ("this was raised by prepkit itself, and not by train.py: report it, please" in err) is ours, err
+    assert ("train.py raised before its first optimizer step" in err) is not ours
+    assert "Traceback" in err
 
 
 HAND = """

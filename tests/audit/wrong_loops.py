@@ -204,12 +204,34 @@ def steps_ticked_by_epoch(rank: int, world: int) -> None:
     trained_by_lightning(lambda one: rates.OneCycleLR(one, 0.1, total_steps=24))
 
 
+def longer_than_the_trainer(rank: int, world: int) -> None:
+    trained_by_transformers(lambda one: rates.OneCycleLR(one, 0.1, total_steps=10_000))
+
+
+def warm_up_that_the_trainer_does_not_leave(rank: int, world: int) -> None:
+    from transformers import get_linear_schedule_with_warmup
+
+    trained_by_transformers(lambda one: get_linear_schedule_with_warmup(one, 100, 1_000))
+
+
+def longer_than_lightning(rank: int, world: int) -> None:
+    trained_by_lightning(lambda one: {"scheduler": rates.OneCycleLR(one, 0.1, total_steps=96), "interval": "step"})
+
+
 def sequence_shorter_than_the_trainer(rank: int, world: int) -> None:
     def make(optimizer: torch.optim.Optimizer) -> rates.LRScheduler:
         parts = [rates.LinearLR(optimizer, 0.01, total_iters=2), rates.LinearLR(optimizer, 1.0, 0.0, total_iters=3)]
         return rates.SequentialLR(optimizer, parts, [2])
 
     trained_by_transformers(make)
+
+
+def stepped_beside_the_engine(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    engine, *_ = engine_of(model, 1, optimizer=optimizer)
+    for x, y in divided(rank, world):
+        taken(engine, optimizer, fn.cross_entropy(engine(x), y))
 
 
 def decayed_by_an_engine_inside_a_pass(rank: int, world: int) -> None:
@@ -253,9 +275,11 @@ WRONG: tuple[Loop, ...] = (
     Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),
     *(
         Loop(run, "transformers", rule="run.trainer-schedule")
-        for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer)
+        for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer, longer_than_the_trainer)
     ),
+    Loop(stepped_beside_the_engine, "deepspeed", 2, rule="run.past-engine"),
     Loop(decayed_by_an_engine_inside_a_pass, "deepspeed", 2, rule="run.scheduler-early"),
-    Loop(steps_ticked_by_epoch, "lightning", rule="run.trainer-schedule"),
+    Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
+    *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
 LOOPS: tuple[Loop, ...] = (*RIGHT, *WRONG)

@@ -15,6 +15,17 @@ class Small(nn.Module):
         return self.outer(self.drop(torch.relu(self.inner(x))))
 
 
+class Drawing(nn.Module):
+    """Has a generator of its own, of which nothing is drawn in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.generator = nn.Linear(6, 3), torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
 def make() -> nn.Module:
     torch.manual_seed(0)
     return Small()

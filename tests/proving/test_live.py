@@ -288,6 +288,23 @@ def test_a_forward_that_does_not_repeat_is_the_limit_of_the_proof(kind: str) -> 
         assert torch.equal(model.own.get_state(), twin.get_state())
 
 
+@pytest.mark.parametrize("planted", [False, True])
+def test_of_several_optimizers_each_step_is_taken_again(planted: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[2].parameters(), lr=1e-2)]
+    ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=both), prove=1)
+    if planted:  # behind the back of the second one
+        both[1].register_step_post_hook(lambda *_: model[2].bias.data.mul_(3))
+    ready.backward(ready.model(torch.randn(6, 4)).square().mean())
+    if planted:
+        with pytest.raises(pk.RunRefused, match=r"2\.bias"):
+            ready.step()
+        return
+    ready.step()
+    assert told_of(ready) == []
+    ready.close()
+
+
 def test_a_parameter_that_came_with_a_hook_is_named_and_the_others_are_compared() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
@@ -366,14 +383,46 @@ def test_a_hook_on_what_the_loop_calls_is_told_alike_with_every_engine(gang2: An
     assert "output 0 of call 0 on rank 0 is 1.500 x what the model returns" in first[0][1]
 
 
-@pytest.mark.filterwarnings("ignore:warning run.without-gradient")
+def hooked_before(rank: int, world: int, engine: Any, where: str) -> list[str]:
+    """What is told of two windows with a hook that changes what the root is given."""
+    if isinstance(engine, c.DeepSpeed):
+        lean()
+    ready = pk.apply(pk.build_plan(c.Config(engine=engine, optimizer=c.SGD(lr=0.1)), net()), prove=2)
+    model = ready.unwrap() if where == "inside" else ready.model
+
+    def doubles(_: nn.Module, args: Any, named: Any) -> Any:
+        return (2 * args[0],), named
+
+    model.register_forward_pre_hook(doubles, prepend=where == "before all", with_kwargs=True)
+    for batch in micros(2):
+        ready.backward(loss_of(ready.model, batch))
+        ready.step()
+    found = [one.what for one in told_of(ready)]
+    ready.close()
+    return found
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "before all"])
+@pytest.mark.parametrize(
+    "engine", [c.DDP(), c.FSDP1(), c.FSDP2(), c.DeepSpeed(stage=2, micro_batch=6)], ids=lambda one: type(one).__name__
+)
+def test_a_hook_before_what_the_loop_calls_is_a_part_of_the_program_with_every_engine(
+    gang2: Any, engine: Any, where: str
+) -> None:
+    if isinstance(engine, c.DeepSpeed):
+        pytest.importorskip("deepspeed")
+    assert gang2.run(hooked_before, engine, where) == [[], []]
+
+
+@pytest.mark.filterwarnings("ignore:warning (run.without-gradient|prove.no-gradient)")
 def test_what_the_forward_computes_with_and_no_gradient_comes_to_is_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     model[0].register_forward_hook(lambda _, __, output: output.detach())
-    (limit,) = [one for one in proven_alone(model) if "no gradient comes to" in one.what]
-    assert limit.what.startswith("The forward computes with `0.weight`, `0.bias`, and no gradient comes to them")
-    assert "1.weight" not in limit.what
+    (found,) = [one for one in proven_alone(model) if one.rule == "prove.no-gradient"]
+    assert found.severity is Severity.WARNING
+    assert found.what.startswith("The loss is computed with `0.weight`, `0.bias`, and detach() at test_live.py:")
+    assert "1.weight" not in found.what
 
 
 class Labelled(nn.Module):

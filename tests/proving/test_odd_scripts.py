@@ -596,6 +596,140 @@ def test_what_is_not_as_it_should_be_or_cannot_be_proven_is_told(tmp_path: Path,
         assert "gradients were not compared" in str(proof)
 
 
+PARTS = """
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.aside, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+    def forward(self, x):
+        FORWARD
+model = Parts()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    LOSS
+    optimizer.step()
+"""
+LOSS = "model(x).square().mean().backward()"
+CUT: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "a detach": ("hidden = torch.tanh(self.enter(x)).detach()\nreturn self.head(hidden)", "detach() at", ("enter",)),
+    "no graph": (
+        "with torch.no_grad():\n    hidden = self.enter(x)\nreturn self.head(hidden)",
+        "no_grad() at",
+        ("enter",),
+    ),
+    "its data": ("return self.head(torch.tanh(self.enter(x)).data)", "detach() at", ("enter",)),
+    "a weight": ("return self.head(nn.functional.linear(x, self.enter.weight.detach()))", "detach() at", ("enter",)),
+    "a gate": ("return self.head(self.enter(x) * torch.sigmoid(self.aside(x)).detach())", "detach() at", ("aside",)),
+    "two": (
+        "with torch.no_grad():\n    aside = self.aside(x)\nreturn self.head(self.enter(x).detach() + aside)",
+        "no_grad() at",
+        ("aside",),
+    ),
+}
+"""A forward, what cuts it, and the layers that this cuts off."""
+
+
+def of_parts(forward: str, loss: str = LOSS) -> str:
+    lines = {"FORWARD": forward.replace("\n", "\n        "), "LOSS": loss.replace("\n", "\n    ")}
+    return PARTS.replace("FORWARD", lines["FORWARD"]).replace("LOSS", lines["LOSS"])
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_layer_that_the_forward_cuts_off_is_warned_of_with_the_line_that_cuts(tmp_path: Path, name: str) -> None:
+    forward, cuts, layers = CUT[name]
+    proof = proved(tmp_path, of_parts(forward))
+    assert proof is not None
+    found = [one for one in proof.findings if one.rule == "prove.no-gradient"]
+    assert {one.severity for one in found} == {Severity.WARNING}, str(proof)
+    lines = (tmp_path / "train.py").read_text().splitlines()
+    for one in found:
+        _, _, number = one.what.partition("train.py:")
+        assert any(
+            word in lines[int(number.split()[0]) - 1] for word in ("detach", ".data", "self.enter(x)", "self.aside(x)")
+        )
+    (mine,) = [one for one in found if cuts in one.what]
+    for layer in layers:
+        assert f"`{layer}.weight`" in mine.what
+    assert "head" not in "".join(one.what for one in found)
+    assert len(found) == 1 + (name == "two")
+
+
+TARGET = "with torch.no_grad():\n    for one, other in zip(model.aside.parameters(), model.enter.parameters()):\n"
+NOT_CUT: dict[str, tuple[str, str]] = {
+    "a frozen teacher": (
+        (
+            "self.aside.requires_grad_(False)\nwith torch.no_grad():\n    wanted = self.aside(x)\n"
+            "return self.head(self.enter(x)), self.head(wanted)"
+        ),
+        "out, wanted = model(x)\n(out - wanted.detach()).square().mean().backward()",
+    ),
+    "an average of another": (
+        "with torch.no_grad():\n    wanted = self.aside(x)\nreturn self.head(self.enter(x) - wanted)",
+        f"{LOSS}\noptimizer.step()\n{TARGET}        one.mul_(0.9).add_(other, alpha=0.1)\nmodel.zero_grad()\n{LOSS}",
+    ),
+    "one that the loss does not use": ("self.aside(x)\nreturn self.head(self.enter(x))", LOSS),
+    "one of two outputs": (
+        "return self.head(self.enter(x)), self.aside(x)",
+        "model(x)[0].square().mean().backward()",
+    ),
+    "one that is kept to be looked at": (
+        "self.seen = self.aside(x).detach()\nreturn self.head(self.enter(x))",
+        LOSS,
+    ),
+    "one that does not run": ("return self.head(self.enter(x))", LOSS),
+    "a stopped gradient beside one that goes": (
+        "made = self.enter(x)\nreturn self.head(made - self.aside(x)) + self.head(made.detach())",
+        LOSS,
+    ),
+    "one that goes straight through": (
+        (
+            "made = self.enter(x)\ncode = torch.round(self.aside(x))\n"
+            "return self.head(made + (code - made).detach()) + (self.aside(x) - made.detach()).square().mean()"
+        ),
+        LOSS,
+    ),
+    "a random mask": (
+        (
+            "with torch.no_grad():\n    mask = (torch.rand(5, 8) > 0.5).float()\n"
+            "return self.head(self.enter(x) * mask + self.aside(x))"
+        ),
+        LOSS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_what_is_cut_off_on_purpose_or_takes_no_part_is_not(tmp_path: Path, name: str) -> None:
+    assert told(proved(tmp_path, of_parts(*NOT_CUT[name]))) == []
+
+
+def test_a_head_that_nothing_steps_and_the_turns_of_two_nets_are_cut_off_on_purpose(tmp_path: Path) -> None:
+    probe = of_parts("hidden = self.enter(x)\nreturn self.head(hidden), self.aside(x).detach() + hidden").replace(
+        "SGD(model.parameters()", "SGD([*model.enter.parameters(), *model.head.parameters()]"
+    )
+    assert "prove.no-gradient" not in str(
+        proved(tmp_path, probe.replace("model(x).sq", "sum(map(torch.sum, model(x))).sq"))
+    )
+    turns = """
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maker, self.critic = nn.Linear(6, 6), nn.Linear(6, 1)
+    def forward(self, x, judges):
+        made = self.maker(x)
+        return self.critic(made.detach() if judges else made)
+model = Both()
+each = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model.critic, model.maker)]
+for _ in range(3):
+    for at, optimizer in enumerate(each):
+        model.zero_grad()
+        model(x, at == 0).mean().backward()
+        optimizer.step()
+"""
+    assert "prove.no-gradient" not in str(proved(tmp_path, turns))
+
+
 LIMITS: dict[str, tuple[str, str]] = {
     "a teacher that lies where the model lies": (
         """

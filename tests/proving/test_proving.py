@@ -23,7 +23,7 @@ from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import ALWAYS_TRIED, BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
-from tests.proving.small import batches, by_sample, halved, loss, make, of_outputs
+from tests.proving.small import Drawing, batches, by_sample, halved, loss, make, of_outputs
 from tests.proving.unseen import UNSEEN
 from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved, recorded
@@ -122,6 +122,7 @@ def prove_all(rank: int, world: int) -> None:
         prove_a_plan_with_loaders()
         prove_a_plan_that_cuts_layers()
         prove_with_wrong_arguments()
+        prove_what_holds_a_generator()
         prove_hooks()
 
 
@@ -182,21 +183,24 @@ def prove_with_wrong_arguments() -> None:
         ({"loss": 3}, r"loss is 3 \(int\); give a function of outputs and batch that returns the loss"),
         ({"loss": of_outputs}, r"loss is `of_outputs`, and is called with outputs and batch; it takes \(outputs"),
         ({"loss": by_sample}, r"loss is `by_sample`, and returned a tensor of shape \(5,\); return one number"),
+        (
+            {"loss": lambda outputs, _: outputs.mean()},
+            r"loss: processes get it by pickle, .* by def and class",
+        ),
+        ({"batches": [1, 2]}, r"batches holds [12] \(int\), which the model does not take .*torch\.as_tensor"),
     ):
         with pytest.raises((TypeError, ValueError), match=says):
             pk.prove(plan, model, **{**given, **wrong})
-    for wrong in ([1, 2], [one.numpy() for (one,) in batches()[:2]]):
-        with pytest.raises(ValueError, match=r"a batch is .* with which the model raised TypeError .*; give tensors"):
-            pk.prove(plan, model, wrong, loss=loss)
-    with pytest.raises(ValueError, match=r"loss is <function .*lambda.* processes get it by pickle .*top level"):
-        pk.prove(plan, model, batches()[:2], loss=lambda outputs, batch: outputs.square().mean())
-    model.get_submodule("drop").chooses = lambda: 1
-    with pytest.raises(ValueError, match=r"model is .*, in drop\.chooses: processes get it by pickle"):
-        pk.prove(plan, model, batches()[:2], loss=loss)
-    del model.get_submodule("drop").chooses
     proof = str(pk.prove(plan, model, batches()[:3]))
     assert proof.startswith("proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps of a loss that prepkit has")
     assert "of 3 batches the first 2 were read: 2 processes with 1 micro-batch a step" in proof
+
+
+def prove_what_holds_a_generator() -> None:
+    """It goes to the processes with the model, though what is in it is made only to be sent."""
+    model = Drawing()
+    plan = pk.build_plan(pk.Config(optimizer=pk.optim.SGD(lr=0.1)), model, env=pk.Env.declare(world_size=1))
+    assert pk.prove(plan, model, batches()[:1], loss=loss, processes=1).fine
 
 
 def env_of_two() -> pk.Env:

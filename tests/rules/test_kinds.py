@@ -44,8 +44,8 @@ WARNINGS = _ids(
         "dropout-alike not-read unread-samples ranks-batches scheduler-early micro-batch drift-trained drift-hooks "
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "
-        "drift-options drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
-        "trainer-schedule saves-shards mixes-empty",
+        "drift-options drift-still drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
+        "trainer-schedule saves-shards mixes-empty stepped-again",
     }
 )
 """What is said, and refuses nothing."""

@@ -71,6 +71,34 @@ def test_a_loop_of_its_own_that_leaves_out_nothing_hears_nothing() -> None:
     assert heard(step) == []
 
 
+def stepped_twice(rank: int, world: int, engine: Any) -> tuple[list[str], list[str]]:
+    """What is said of three windows by hand, and of one whose gradients are stepped twice."""
+    del world
+    ready = prepared(engine)
+
+    def act(times: int) -> None:
+        ready.model(torch.full((2, 4), rank + 1.0)).sum().backward()
+        for _ in range(times):
+            ready.optimizer.step()
+        ready.optimizer.zero_grad()
+
+    said: list[list[str]] = []
+    for times in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                act(times)
+        said.append([str(one.message) for one in caught if "run.stepped-again" in str(one.message)])
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize("engine", [pk.DDP(), pk.FSDP1(), pk.FSDP2()], ids=["DDP", "FSDP1", "FSDP2"])
+def test_a_loop_of_its_own_that_steps_gradients_twice_is_warned_once(gang2: Gang, engine: Any) -> None:
+    (right, wrong), other = gang2.run(stepped_twice, engine, timeout=60)
+    assert (right, other) == ([], ([], [])), "rank 0 tells what all do"
+    assert ["`AdamW` steps once more over the gradients of its last step" in one for one in wrong] == [True]
+
+
 def test_nor_does_one_that_reads_the_optimizer_s_state_or_goes_on_behind_close() -> None:
     ready = prepared(pk.Single(), clip=pk.ClipNorm(1.0))
     assert heard(lambda: get_optimizer_state_dict(ready.model, ready.optimizer)) == [], "torch steps with a rate of 0"

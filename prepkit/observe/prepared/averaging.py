@@ -164,6 +164,16 @@ def awaited(module: DistributedDataParallel, numbered: Sequence[nn.Parameter]) -
     return ()
 
 
+def left_waiting(model: nn.Module) -> tuple[nn.Parameter, ...]:
+    """What the DDP wrappers of a model wait for on this rank, as ``awaited``, whoever has wrapped it.
+
+    Nothing of one whose parameters were frozen or unfrozen since, as nobody has noted how its reducer numbers them.
+    """
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    known = [(module, reduced(module)) for module in wrappers]
+    return tuple(param for one, params in known if _in_reducer(one) == len(params) for param in awaited(one, params))
+
+
 def _ignored(module: DistributedDataParallel, first: dict[int, str]) -> tuple[str, ...]:
     told = set(getattr(module, "parameters_to_ignore", ()))
     return tuple(first[id(param)] for name, param in module.module.named_parameters() if name in told)

@@ -7,7 +7,7 @@ largest over the ranks with its one exchange, the audit those of every rank with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,6 +84,11 @@ def gradients(model: Module, optimizers: Iterable[Any], *, values: bool = True) 
     for name, shard in shards.items():  # of which nothing but the flat parameter is left
         if shard.flat.requires_grad:
             yield _of(name, shard.flat, steps.get(id(shard.flat)), here=shard.last > shard.first, values=values)
+
+
+def as_they_came(found: Iterable[Gradient], awaited: Container[str]) -> Iterator[Gradient]:
+    """The gradients as backward has left them, before DDP was given zeros for those that it waited for."""
+    return (evolve(one, missing=True, largest=None, tilt=None) if one.name in awaited else one for one in found)
 
 
 def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool, values: bool) -> Gradient:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping, Sized
+from heapq import nsmallest
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
         part=part,
         parts=_parts(loader),
         content="" if data is None else _content(data),
+        picked=_picked(data),
         sample=first_sample(data, config) if config is not None else "",
         batches=_length(loader),
         data="" if data is None else _digest(data),
@@ -77,13 +79,21 @@ def _division(loader: Any) -> tuple[Division, int, int]:
 
 
 def _parts(loader: Any) -> int:
-    """Of a sampler that divides inside a loader that accelerate divides: the product of both."""
-    parts = 1
-    for one in _chain(loader):
-        accelerates = type(one).__module__.startswith("accelerate.") and hasattr(one, "process_index")
-        if isinstance(one, DistributedSampler) or accelerates:
+    """Of all that divides inside a loader that accelerate divides: the product.
+
+    accelerate's own loaders cut a stream of ``datasets``, or let rank 0 read it for all, whoever has split it before.
+    """
+    parts, chain = 1, _chain(loader)
+    accelerates = any(type(one).__module__.startswith("accelerate.") and hasattr(one, "process_index") for one in chain)
+    for one in chain:
+        ours = type(one).__module__.startswith("accelerate.")
+        if (split := getattr(one, "_distributed", None)) is not None:
+            parts *= int(split.world_size)
+        elif isinstance(one, DistributedSampler) or (ours and hasattr(one, "process_index")):
             told = getattr(one, "num_replicas", None) or getattr(one, "num_processes", None)
             parts *= told if isinstance(told, int) and told > 0 else 1
+        elif ours and type(one).__name__ in ("DataLoaderShard", "DataLoaderDispatcher") and not accelerates:
+            parts *= world().size if any(hasattr(other, "_distributed") for other in chain) else 1
     return parts
 
 
@@ -106,6 +116,14 @@ def _content(data: Any) -> str:
         return hashlib.sha256(repr(told(data, 3)).encode()).hexdigest()
     except Exception:  # code of the user that reads a sample
         return ""
+
+
+def _picked(data: Any) -> tuple[str, tuple[int, ...]]:
+    """Return a digest of the data set of which it is a part, as of ``random_split``, and its least indices there."""
+    if not isinstance(data, Subset) or world().size == 1:
+        return "", ()
+    indices: Any = data.indices.tolist() if hasattr(data.indices, "tolist") else data.indices
+    return _digest(data.dataset), tuple(nsmallest(SHOWN, map(int, indices)))
 
 
 def language_config(module: nn.Module) -> Any:
@@ -159,9 +177,14 @@ def odd_text(given: Mapping[str, list[int]], config: Any) -> OddSample:
     pad = getattr(config, "pad_token_id", None)
     if pad is None or len(ids) < 2 or not labels:
         return ""
-    learns = any(one == pad == label for one, label in zip(ids[-2:], labels[-2:], strict=False))
+
+    def learns(ends: slice) -> bool:
+        return any(one == pad == label for one, label in zip(ids[ends], labels[ends], strict=False))
+
     before, behind = ids[0] == ids[1] == pad, ids[-1] == ids[-2] == pad
-    return "unmasked" if before or (behind and learns) else ""
+    if before:
+        return "both" if learns(slice(0, 2)) else "unmasked"
+    return "learned" if behind and learns(slice(-2, None)) else ""
 
 
 def _chain(loader: Any) -> list[Any]:

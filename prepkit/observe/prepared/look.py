@@ -20,13 +20,14 @@ from prepkit.facts import Env
 from prepkit.facts.run import AdapterFacts, RunFacts, Unread, WrappedModule
 from prepkit.formats.models.architecture import peek
 from prepkit.objects.joint_optimizer import members
+from prepkit.objects.local_part import local
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.env import observe_env
 from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
 from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
-from prepkit.observe.prepared.gradients import gradients
+from prepkit.observe.prepared.gradients import as_they_came, gradients
 from prepkit.observe.prepared.loaders import language_config, prepared_loader
 from prepkit.observe.prepared.modules import rate
 from prepkit.observe.prepared.optimizers import (
@@ -56,11 +57,13 @@ def look(
     *,
     needs: Collection[Need] = BEFORE_A_STEP,
     env: Env | None = None,
+    awaited: Iterable[nn.Parameter] = (),
 ) -> RunFacts:
     """Observe prepared objects. Draws nothing, and reads values of tensors only for ``VALUES``, ``STATE``, ``RANKS``.
 
     ``needs``: gather what the rules that are due ask for, and leave the rest at its default; the structure of the model
     is always seen. ``Need.GRADIENTS``: the optimizers are about to step. Collective with ``Need.RANKS``: one exchange.
+    ``awaited``: parameters that DDP was given zeros for, as it waited for their gradients on this rank.
     Raises ``TypeError`` for objects of the wrong kind and ``ValueError`` for a model that contains itself.
     """
     optimizers = optimizers_of(optimizer)
@@ -75,9 +78,10 @@ def look(
         if scheduler is not None and Need.OPTIMIZERS in needs:
             facts = evolve(facts, scheduler=prepared_scheduler(scheduler, optimizers))
         seen = Need.GRADIENTS in needs and facts.engine is None  # DeepSpeed keeps gradients where nobody sees them
-        stepped = [*gradients(model, optimizers)] if seen else None
+        waited = tuple(first[id(param)] for param in awaited if id(param) in first)
+        stepped = [*as_they_came(gradients(model, optimizers), waited)] if seen else None
         if seen or Need.RANKS in needs:
-            facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs)
+            facts = compared(facts, places, optimizers, stepped, asks=Need.RANKS in needs, awaited=waited)
     return facts if env is None else evolve(facts, world_size=env.world_size)
 
 
@@ -120,7 +124,8 @@ def _alone(
     if Need.LOADERS in needs:
         config = language_config(places[0].module)
         facts = evolve(facts, loaders=tuple(prepared_loader(one, config) for one in loaders))
-    facts = evolve(facts, **with_inside(facts, places), unread=unread(places, optimizers, loaders))
+    inside = with_inside(facts, places, first, values=Need.VALUES in needs)
+    facts = evolve(facts, **inside, unread=unread(places, optimizers, loaders))
     facts = evolve(facts, hidden=hidden(places, optimizers), launched=_launched())
     return (_with_values(facts, model, places, once) if Need.VALUES in needs else facts), places
 
@@ -172,6 +177,8 @@ def _compile_off() -> bool:
 
 HEADS = re.compile(r"(^|\.)(score|classifier|qa_outputs)(\.|$)")
 """Layers that transformers puts anew on a body for a task."""
+NEAR_COPY = 0.25
+"""Of the squares of a module's weights, how far a copy may be that follows them; what was drawn apart is two away."""
 TASKS = re.compile(r"For(Sequence|Token|Image|Audio\w*)Classification|ForQuestionAnswering|ForMultipleChoice")
 
 
@@ -209,14 +216,35 @@ def _beside(places: list[Site]) -> set[str]:
     return {".".join(filter(None, (path, name))) for name, _ in children}
 
 
-def frozen_norms(frozen: Iterable[Site]) -> tuple[str, ...]:
-    """Those with weights beside a batch norm that goes on to average what it sees."""
+def frozen_norms(places: list[Site], frozen: Iterable[Site], *, values: bool) -> tuple[str, ...]:
+    """Those with weights beside a batch norm that goes on to average what it sees.
+
+    Not a copy that follows what trains, as that of MoCo, whose norms are its own; without ``values`` that is one too.
+    """
     return tuple(
         site.path
         for site in frozen
         if any(_averages(one) for one in site.module.modules())
         and any(param.ndim > 1 for param in site.module.parameters())
+        and not (values and any(_follows(site.module, one.module) for one in places if one.first))
     )
+
+
+def _follows(copy: nn.Module, trained: nn.Module) -> bool:
+    """Return whether it is of the class and the shapes of a module that trains, and not far from its weights."""
+    if type(copy) is not type(trained) or not any(param.requires_grad for param in trained.parameters()):
+        return False
+    pairs = [(local(a), local(b)) for a, b in zip(copy.parameters(), trained.parameters(), strict=False) if a.ndim > 1]
+    if _shape(copy) != _shape(trained) or not all(modules.readable(one) for pair in pairs for one in pair):
+        return False
+    apart = sum(float((a.detach().double() - b.detach().double()).square().sum()) for a, b in pairs)
+    return apart < NEAR_COPY * sum(float(b.detach().double().square().sum()) for _, b in pairs)
+
+
+def _in_turn(facts: RunFacts) -> set[str]:
+    """What an optimizer steps of which nothing trains now: frozen while another has its turn, as by Lightning."""
+    trained = {param.name for param in facts.params if param.requires_grad}
+    return {name for one in facts.optimizers if trained.isdisjoint(one.held) for name in one.held}
 
 
 def _averages(module: nn.Module) -> bool:
@@ -293,12 +321,14 @@ def _frozen_heads(places: list[Site]) -> Iterator[str]:
             yield site.path
 
 
-def with_inside(facts: RunFacts, places: list[Site]) -> dict[str, Any]:
-    """All of it, by field of ``RunFacts``."""
-    frozen = frozen_parts(places)
+def with_inside(facts: RunFacts, places: list[Site], first: dict[int, str], *, values: bool) -> dict[str, Any]:
+    """All of it, by field of ``RunFacts``. ``values``: whether weights may be read."""
+    turns = _in_turn(facts)
+    parts = frozen_parts(places)
+    frozen = [site for site in parts if not all(first[id(param)] in turns for param in site.module.parameters())]
     return {
         "frozen_drops": frozen_drops(places, frozen) if places[0].module.training else (),
-        "frozen_norms": frozen_norms(frozen),
+        "frozen_norms": frozen_norms(places, frozen, values=values),
         "forgetful": forgetful(places),
         "renormalised": renormalised(places, facts.wrapped),
         "softmax": softmax_before_loss(places),

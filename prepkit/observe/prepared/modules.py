@@ -126,13 +126,13 @@ def dropping_all(places: list[Site]) -> tuple[str, ...]:
 
 def infinite(params: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Names of those with an infinite element on this rank. Buffers may have some, as masks of attention do."""
-    return tuple(name for name, param in params.items() if _readable(local(param)) and _has_infinity(local(param)))
+    return tuple(name for name, param in params.items() if readable(local(param)) and _has_infinity(local(param)))
 
 
 def zeros(params: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Names of trained matrices of which this rank holds zeros alone."""
     trained = {name: local(param) for name, param in params.items() if param.requires_grad and param.ndim > 1}
-    return tuple(name for name, part in trained.items() if _readable(part) and _all_zero(part))
+    return tuple(name for name, part in trained.items() if readable(part) and _all_zero(part))
 
 
 def negative(places: list[Site]) -> tuple[str, ...]:
@@ -143,7 +143,7 @@ def negative(places: list[Site]) -> tuple[str, ...]:
         if site.first
         and isinstance(site.module, nn.modules.batchnorm._NormBase)
         and site.module.running_var is not None
-        and _readable(site.module.running_var)
+        and readable(site.module.running_var)
         and bool((site.module.running_var < 0).any())
     )
 
@@ -163,7 +163,7 @@ def with_nan(tensors: dict[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name, tensor in tensors.items() if _has_nan(local(tensor)))
 
 
-def _readable(part: Tensor) -> bool:
+def readable(part: Tensor) -> bool:
     """Return whether it holds numbers that may be broken."""
     if is_lazy(part):  # without a shape yet
         return False
@@ -172,7 +172,7 @@ def _readable(part: Tensor) -> bool:
 
 
 def _has_nan(part: Tensor) -> bool:
-    if not _readable(part):
+    if not readable(part):
         return False
     return bool(torch.isnan(part.detach().sum(dtype=torch.float64 if part.is_floating_point() else None)).item()) and (
         bool(torch.isnan(part.detach()).any().item())  # a sum of both infinities is NaN too

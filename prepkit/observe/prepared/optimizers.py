@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from numbers import Real
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from attrs import define, field
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.weak import TensorWeakRef
 
 from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
 from prepkit.findings.text import spans
@@ -30,6 +34,39 @@ BY_BATCH = ("WarmupDecayLR", "WarmupCosineLR")
 
 KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor", "Adadelta")
 """Optimizers of torch that have state of every parameter from their first step on, and none before."""
+
+
+_Seen = tuple[Any, int, Tensor]
+CHOSEN, ELEMENTS = 8, 16
+"""Gradients of an optimizer by which they are known again, and elements of each."""
+
+
+@define(eq=False)
+class LastSteps:
+    """What optimizers have stepped last, so that a step over the same gradients is seen."""
+
+    _seen: WeakKeyDictionary[Any, list[_Seen]] = field(factory=WeakKeyDictionary)
+
+    def again(self, optimizer: Any) -> bool:
+        """Before a step: whether nothing has made, written or cleared its gradients since this optimizer's last one."""
+        before, self._seen[optimizer] = self._seen.get(optimizer, []), [*_chosen(optimizer)]
+        now = self._seen[optimizer]
+        return bool(now) and len(now) == len(before) and all(map(_same, before, now))
+
+
+def _same(one: _Seen, other: _Seen) -> bool:
+    """Waits for the device only where it is the same tensor, unwritten."""
+    return one[0]() is other[0]() and one[1] == other[1] and torch.equal(one[2], other[2])
+
+
+def _chosen(optimizer: Any) -> Iterator[_Seen]:
+    """Yield some gradients, how often each was written, and elements: what CUDA's graphs write nobody counts."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    grads = [param.grad for param in params if param.grad is not None and param.grad.layout is torch.strided]
+    for grad in grads[:: len(grads) // CHOSEN + 1]:
+        part = local(grad.detach())
+        row = part[(0,) * (part.dim() - 1)][:ELEMENTS] if part.dim() and part.numel() else part
+        yield TensorWeakRef(grad), grad._version + local(grad)._version, row.clone()
 
 
 def inner(wrapped: Any) -> Any:
@@ -53,6 +90,21 @@ def optimizer_of(engine: Any, optimizer: Any) -> bool:
     own = getattr(engine, "optimizer", None)
     chain = (own, getattr(own, "optimizer", None), getattr(engine, "basic_optimizer", None))
     return any(one is not None and one is optimizer for one in chain)
+
+
+def past_engine(optimizers: Any, model: nn.Module) -> bool:
+    """Return whether what is about to step is inside a DeepSpeed optimizer, and its caller is not the engine.
+
+    It steps master weights, to which the engine alone hands gradients.
+    """
+    first = inner(optimizers[0] if isinstance(optimizers, list | tuple) and optimizers else optimizers)
+    around = [(one, one.optimizer) for one in engines(model) if getattr(one.optimizer, "optimizer", None) is first]
+    frame = sys._getframe(1)
+    while around and frame is not None:
+        if any(frame.f_locals.get("self") is one for one in around[0]):
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return first is not None and bool(around)
 
 
 def prepared_optimizer(given: Any, model: nn.Module, first: dict[int, str], *, state: bool = True) -> PreparedOptimizer:
@@ -105,9 +157,17 @@ def _says(source: Any, name: str) -> bool:
 
 def _rates(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
-    rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
+    rates = tuple(rate for group in groups if (rate := as_rate(group.get("lr"))) is not None)
     kept = type(optimizer).__name__ in KEEP_STATE and not getattr(optimizer, "state", None)
     return {"fresh": kept, "rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
+
+
+def as_rate(rate: Any) -> float | None:
+    """A learning rate as a number; None where it is none, as of an Adafactor that finds its own."""
+    if isinstance(rate, Tensor):
+        known = rate.numel() == 1 and rate.device.type != "meta" and not isinstance(rate, FakeTensor)
+        return float(rate) if known else None
+    return float(rate) if isinstance(rate, Real) else None
 
 
 def options(optimizers: Iterable[Any]) -> dict[str, object]:

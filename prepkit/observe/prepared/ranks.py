@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import RankFacts, RunFacts
+from prepkit.facts.window import GradientFacts
 from prepkit.objects.names import Site, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
@@ -24,7 +25,13 @@ from prepkit.ranks.world import ranks_of, world
 
 
 def compared(
-    facts: RunFacts, places: list[Site], optimizers: list[Any], stepped: Sequence[Gradient] | None, *, asks: bool
+    facts: RunFacts,
+    places: list[Site],
+    optimizers: list[Any],
+    stepped: Sequence[Gradient] | None,
+    *,
+    asks: bool,
+    awaited: tuple[str, ...] = (),
 ) -> RunFacts:
     """Add what every rank has reported. Collective with ``asks``, where the default group has several ranks.
 
@@ -36,7 +43,7 @@ def compared(
         return _judged(facts, places, optimizers, stepped, [own])
     values = _values(facts, places)
     shards = {name: part for name, part in _shards(facts, places, values) if not part.values.is_meta}
-    here = _told(facts, places, optimizers, values)
+    here = evolve(_told(facts, places, optimizers, values), awaits=awaited)
     everyone = world().gather((here, options(optimizers), own, sorted(shards)))
     ranks = tuple(rank for rank, _, _, _ in everyone)
     apart = unlike([held for _, held, _, _ in everyone])
@@ -55,9 +62,17 @@ def _judged(
     everyone: Sequence[dict[str, list[float]]],
 ) -> RunFacts:
     if stepped is None:
-        return facts
+        return evolve(facts, gradients=_waited_for(facts))
     scaled = any(hasattr(inner(one), "found_inf") for one in optimizers)  # a GradScaler lets it skip by itself
     return evolve(facts, gradients=judged_alike(stepped, places[0].slot, everyone, scaled=scaled))
+
+
+def _waited_for(facts: RunFacts) -> GradientFacts | None:
+    """What DDP has waited for on some rank, where nobody is about to step; None: for nothing."""
+    names = tuple(dict.fromkeys(name for rank in facts.ranks for name in rank.awaits))
+    ranks = tuple(rank.rank for rank in facts.ranks if rank.awaits)
+    trained = sum(param.requires_grad for param in facts.params)
+    return GradientFacts(stepped=trained, missing=names, awaited=names, awaited_on=ranks) if names else None
 
 
 def _shards(facts: RunFacts, places: list[Site], whole: dict[str, int]) -> Iterator[tuple[str, Part]]:
@@ -78,6 +93,7 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
         passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
         contents=tuple(one.content for one in facts.loaders),
+        picks=tuple(one.picked for one in facts.loaders),
         reads=tuple((one.indices, one.samples) for one in facts.loaders),
         modes=_digest(tuple(site.module.training for site in places)),
         scheduler=_digest(facts.scheduler),

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.facts.run import DDPFacts, LoopFacts, RunFacts, RunningFacts, RunningParam, SharersFacts
+from prepkit.facts.run import DDPFacts, LoopFacts, RunFacts, RunningFacts, RunningParam
+from prepkit.facts.window import SharersFacts
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
 from prepkit.objects.local_part import local
@@ -57,7 +58,7 @@ class StepLook:
     _masters: bool = field(init=False)
     """Whether the weights in the model are copies, which DeepSpeed makes anew from its own in each step."""
     _written: int = field(init=False)
-    """How often trained weights were written in place; DeepSpeed's own steps do not count (0.16 to 0.19)."""
+    """How often trained weights had been written in place when the engine had last stepped."""
     _entered: tuple[Any, float] = field(default=(None, 0.0), init=False)
     """What the last forward was given, and the state of the generator then, where ranks share layers."""
 
@@ -71,7 +72,10 @@ class StepLook:
         self.settle()
 
     def settle(self) -> None:
-        """Takes the weights in the model for those that are trained, as after ``resume``, which fills both."""
+        """Takes the weights in the model for those that are trained, as after ``resume``, which fills both.
+
+        A step of DeepSpeed's counts as a write to parameters that are a small group of their own (0.19), not to others.
+        """
         self._written = self._writes()
 
     def let_go(self, model: Module) -> None:

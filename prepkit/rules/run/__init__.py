@@ -48,7 +48,7 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Every parameter that is stepped has a gradient, on all ranks that hold it.",
         (
             *("run.steps-nothing", "run.gradients-waited-for", "run.gradients-on-some-ranks", "run.without-gradient"),
-            *("run.left-out", "run.gradients-misplaced", "run.gradients-stale"),
+            *("run.left-out", "run.gradients-misplaced", "run.gradients-stale", "run.stepped-again"),
         ),
     ),
     (
@@ -64,10 +64,7 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("run.gradients-part", "run.inside-window", "run.drift-hooks"),
         ),
     ),
-    (
-        "Low-precision weights are stepped in float32.",
-        ("run.no-master-weights", "run.cast", "run.overwritten"),
-    ),
+    ("Low-precision weights are stepped in float32.", ("run.no-master-weights", "run.cast", "run.overwritten")),
     (
         "Ranks hold one model with the same weights, in the same modes.",
         ("run.ranks-models", "run.ranks-values", "run.ranks-modes"),

@@ -74,11 +74,29 @@ def _ticks(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("scheduler", what)
 
 
+def _still(facts: RunFacts) -> Iterator[Hit]:
+    for before, now in _pairs(facts):
+        steps = _steps(now) - _steps(before)
+        if now.still:
+            at_rate = f" at a rate of {now.rate:g}" if now.rate is not None else ""
+            what = f"No weight has changed in {now.still} steps{at_rate}, and gradients are not zero."
+            yield Hit("optimizer", what)
+        elif before.rate == now.rate == 0 and now.moved is False and steps > 1:
+            yield Hit("optimizer", f"Its learning rate is 0, as it was {steps} steps ago: no weight has changed.")
+
+
 def _epochs(facts: RunFacts) -> Iterator[Hit]:
     for before, now in _pairs(facts):
         for sampler in now.repeated:
             if sampler not in before.repeated:
                 yield Hit("loaders", f"A DistributedSampler {sampler}, has given two passes in one order.")
+
+
+def _left(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in _pairs(facts):
+        if now.left:
+            what = "Gradients of a step were there when the next backward began, and were stepped with what it added"
+            yield Hit("optimizer", f"{what}: {some(now.left)}.")
 
 
 def _unstepped(facts: RunFacts) -> Iterator[Hit]:
@@ -131,6 +149,14 @@ _DRIFT_COURSE: tuple[Rule, ...] = (
         Severity.WARNING,
     ),
     _rule(
+        "still",
+        "While steps are taken weights change.",
+        _still,
+        "Tick the scheduler that raises the rate, end where its schedule ends, or give a higher one; keep weights in "
+        "float32, as bfloat16 rounds away what is below 1/256 of a weight; nothing, where it is to rest.",
+        Severity.WARNING,
+    ),
+    _rule(
         "unstepped",
         "While a model trains, the optimizer that is watched steps.",
         _unstepped,
@@ -172,13 +198,27 @@ def _unfrozen(facts: RunFacts) -> Iterator[Hit]:
             )
             fix = "Call requires_grad_(True) first, and DistributedDataParallel(model) after it."
             yield Hit(at(ddp.path), what, fix)
+    outside = _outside(facts)
     for before, now in facts.running:
-        if loose := [one.name for one in _switched(before, now) if one.requires_grad and not one.served]:
+        switched = [one for one in _switched(before, now) if one.requires_grad]
+        if loose := [one.name for one in switched if not one.served or one.name in outside]:
             what = f"{count(len(loose), 'parameter')} unfrozen since the model was prepared, and"
             yield Hit(
                 at(loose[0]),
                 f"{what} {'no rank averages' if facts.ddp else 'nothing uses'} the gradient: {some(loose)}.",
             )
+
+
+def _outside(facts: RunFacts) -> set[str]:
+    """What was frozen when DDP was made, which averages no gradient of it, whatever it is told of unused ones."""
+    several = facts.ddp if facts.world_size > 1 else ()
+    return {name for ddp in several if ddp.reduced == ddp.known for name in ddp.frozen}
+
+
+def _turns(now: RunningFacts) -> set[str]:
+    """What an optimizer steps of which nothing trains now, while another has its turn."""
+    trained = {one.name for one in now.params if one.requires_grad}
+    return {name for held in now.held if trained.isdisjoint(held) for name in held} if trained else set()
 
 
 def _frozen(facts: RunFacts) -> Iterator[Hit]:
@@ -203,7 +243,15 @@ def _cast(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         if cast := [f"{one.name} (was {dtype}, is {one.dtype})" for one, dtype in _narrowed(before, now)]:
             what = f"{count(len(cast), 'trained parameter')} cast to fewer bits, without master weights: {some(cast)}."
-            yield Hit(at(cast[0].partition(" ")[0]), what)
+            seen = facts.model  # of which a prepared loop looks at the parameters alone
+            yield Hit(at(cast[0].partition(" ")[0]), what, _CAST_COPY if seen.params and not seen.prepared else "")
+
+
+_CAST_COPY = (
+    "Compute in fewer bits under torch.autocast, or with a copy: copy.deepcopy(model).bfloat16(). The bits that are "
+    "lost come back with a checkpoint, and not by model.float()."
+)
+"""How a model that prepkit has not prepared is computed in fewer bits."""
 
 
 def _overwritten(facts: RunFacts) -> Iterator[Hit]:
@@ -213,6 +261,12 @@ def _overwritten(facts: RunFacts) -> Iterator[Hit]:
             "are what they were: the next step would undo that, and a checkpoint or an export would hold those."
         )
         yield Hit("model", what)
+
+
+def _restepped(facts: RunFacts) -> Iterator[Hit]:
+    if facts.restepped:
+        what = f"`{facts.restepped}` steps once more over the gradients of its last step: nothing has gone backward to"
+        yield Hit("optimizer", f"{what} them since, and nothing has cleared them.")
 
 
 def _written(facts: RunFacts) -> Iterator[Hit]:
@@ -251,17 +305,24 @@ def _params(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _trained(facts: RunFacts) -> Iterator[Hit]:
+    """What is unfrozen trains as the rest, where an optimizer holds it. What is an error is told as that."""
+    outside = _outside(facts)
     for before, now in facts.running:
-        old = {param.name: param.requires_grad for param in before.params}
-        changed = [
-            one
-            for one in now.params
-            if old.get(one.name, one.requires_grad) != one.requires_grad
-            and not (one.stuck or one.awaited if not one.requires_grad else not one.served)  # an error then
-        ]
-        for way, word in ((True, "unfrozen"), (False, "frozen")):
-            if names := [one.name for one in changed if one.requires_grad is way]:
-                yield Hit(at(names[0]), f"{count(len(names), 'parameter')} {word} since the audit: {some(names)}.")
+        old, turns = {param.name: param.requires_grad for param in before.params}, _turns(now)
+        changed = [one for one in now.params if old.get(one.name, one.requires_grad) != one.requires_grad]
+        new = [one for one in changed if one.requires_grad and one.served and one.name not in outside]
+        if names := [one.name for one in new if not one.stepped]:
+            what = f"{count(len(names), 'parameter')} unfrozen since the audit, and no optimizer has"
+            yield Hit(at(names[0]), f"{what} {'them' if len(names) > 1 else 'it'}: {some(names)}.", _UNFROZEN)
+        gone = [one for one in changed if not (one.requires_grad or one.stuck or one.awaited or one.name in turns)]
+        if names := [one.name for one in gone]:
+            yield Hit(at(names[0]), f"{count(len(names), 'parameter')} frozen since the audit: {some(names)}.")
+
+
+_UNFROZEN = (
+    "Give them to it at that step, optimizer.add_param_group({'params': ...}), or from the beginning, where it leaves "
+    "alone what is frozen."
+)
 
 
 def _hooks(facts: RunFacts) -> Iterator[Hit]:
@@ -294,6 +355,18 @@ RULES: tuple[Rule, ...] = (
             "Load weights before build_plan, or by ready.resume(folder, only_model=True) from what ready.save(folder) "
             "has written, which fills both."
         ),
+    ),
+    Rule(
+        id="run.stepped-again",
+        summary="Between two steps of an optimizer something goes backward to what it steps.",
+        check=_restepped,
+        at=(Moment.STEP, Moment.DRIFT),
+        needs=(Need.BEFORE, Need.OPTIMIZERS),
+        fix=(
+            "Call step() once: a trainer, an engine or a scaler calls it by itself; nothing, where gradients are meant "
+            "to be stepped twice."
+        ),
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.written-in-forward",
@@ -348,13 +421,16 @@ RULES: tuple[Rule, ...] = (
         check=_trained,
         at=(Moment.DRIFT,),
         needs=(Need.BEFORE,),
-        fix="Freeze and unfreeze before the model is wrapped; else wrap it and make its optimizer again at that step.",
+        fix=(
+            "Unfreeze them again after what was to run without them; where they are to rest call zero_grad() at that "
+            "step, as an optimizer leaves alone what has no gradient."
+        ),
         severity=Severity.WARNING,
         source=("pain 26",),
     ),
     Rule(
         id="run.drift-hooks",
-        summary="Hooks that hung at the audit hang on.",
+        summary="Hooks of libraries that hung at the audit hang on.",
         check=_hooks,
         at=(Moment.DRIFT,),
         needs=(Need.BEFORE,),
@@ -372,6 +448,14 @@ RULES: tuple[Rule, ...] = (
             "nothing, for a warm-up by hand that the scheduler goes on from."
         ),
         severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.left-over",
+        summary="Gradients are cleared between one step and the next.",
+        check=_left,
+        at=(Moment.DRIFT,),
+        needs=(Need.BEFORE, Need.OPTIMIZERS),
+        fix="Call optimizer.zero_grad() after every step.",
     ),
     *_DRIFT_COURSE,
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.facts.run import RunFacts, SharersFacts
+from prepkit.facts.run import RunFacts
+from prepkit.facts.window import SharersFacts, WindowFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
@@ -13,12 +14,37 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 def _nothing(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
     if found is not None and found.stepped and len(found.missing) == found.stepped and not found.on_some_ranks:
-        yield Hit("optimizer", f"None of {count(found.stepped, 'parameter')} that it is about to step has a gradient.")
+        what = f"None of {count(found.stepped, 'parameter')} that it is about to step has a gradient"
+        why, fix = _why_none(facts.window)
+        yield Hit("optimizer", f"{what}{why}.", fix)
     elif found is not None and found.zero:
-        what = f"Every gradient of {count(found.stepped, 'parameter')} that it is about to step is zero."
-        yield Hit(
-            "optimizer", what, "Look for a clip of 0, a loss times 0, or labels that are all ignored.", milder=True
-        )
+        what = f"Every gradient of {count(found.stepped, 'parameter')} that it is about to step is zero"
+        cleared = facts.window.cleared if facts.window is not None else ""
+        if cleared:
+            yield Hit("optimizer", f"{what}: zero_grad() ({cleared}) has cleared them since the last backward.", _CLEAR)
+        else:
+            yield Hit("optimizer", f"{what}.", _ZEROS, milder=True)
+
+
+def _why_none(seen: WindowFacts | None) -> tuple[str, str]:
+    """Return what has led there as far as it was seen, and what mends that; empty: the rule's own."""
+    if seen is None:
+        return "", ""
+    if seen.cleared:
+        return f": zero_grad() ({seen.cleared}) has cleared them since the last backward", _CLEAR
+    if not seen.backwards:
+        return ": nothing went backward before", "Call loss.backward() before optimizer.step()."
+    if seen.rebuilt:
+        return f": the loss that went backward ({seen.rebuilt}) leads to no parameter of a model", _REBUILT
+    return ": what went backward leads to others, or their `.grad` was set to None since", _OTHERS
+
+
+def recomputed(facts: RunFacts) -> dict[str, str]:
+    """Return what reentrant checkpoints keep all gradients from, each with the line of its checkpoint."""
+    if facts.window is None or facts.gradients is None:
+        return {}
+    without = set(facts.gradients.awaited)
+    return {name: line for line, held in facts.window.reentrant if without >= set(held) for name in held}
 
 
 def _without(facts: RunFacts) -> Iterator[Hit]:
@@ -26,7 +52,7 @@ def _without(facts: RunFacts) -> Iterator[Hit]:
     if _waits(facts):
         return  # an error there
     if found is not None and 0 < len(found.missing) < found.stepped:
-        chosen = _chosen(facts)
+        chosen = {*_chosen(facts), *recomputed(facts)}
         if missing := [name for name in found.missing if name not in chosen]:
             what = f"{count(len(missing), 'parameter')} of {found.stepped} that are about to be stepped"
             yield Hit(at(missing[0]), f"{what} have no gradient: {some(missing)}.", _stepped_without(found.by))
@@ -79,6 +105,9 @@ def _parted(facts: RunFacts) -> Iterator[Hit]:
     if own:
         what = f"Each rank is about to step {count(len(own), 'parameter')} with a gradient of its own: {some(own)}."
         why, fix = _of_sharers(facts, facts.sharers) if facts.sharers else ("", _cause(facts))
+        if facts.ddp and not fix and facts.window is not None and facts.window.taken:
+            by = f"torch.autograd.grad ({facts.window.taken}) has made them, past the hooks by which DDP averages."
+            what, fix = f"{what} {by}", _TAKEN
         yield Hit(at(own[0]), what + why, fix)
 
 
@@ -116,7 +145,8 @@ def _waited_for(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(found.awaited[0]), f"{what} {who}: {some(found.awaited)}.", _FINDS)
         return
     then = "It has averaged nothing that shares a bucket with them."
-    yield Hit(at(found.awaited[0]), f"{what}: {some(found.awaited)}. {then}")
+    fix = REENTRANT if recomputed(facts).keys() >= set(found.awaited) else ""
+    yield Hit(at(found.awaited[0]), f"{what}: {some(found.awaited)}. {then}", fix)
 
 
 def _waits(facts: RunFacts) -> bool:
@@ -158,6 +188,24 @@ _BOTH = (Moment.FIRST_STEP, Moment.AUDIT)
 _IN_A_ROW = ("FSDP2", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 """What lays gradients one after another as there are any, and reduces the row: other ranks' are of other parameters."""
 
+_CLEAR = "Call zero_grad() before backward, or after step()."
+_REBUILT = (
+    "Compute the loss from what the model gives by torch's functions alone, as by torch.stack(losses).mean(): "
+    "torch.tensor(...), .item(), .tolist(), .numpy() and .detach() cut it off from the model."
+)
+_OTHERS = (
+    "Give the optimizer what the loss is computed with; look for a .detach(), .item() or no_grad() on the way to it, "
+    "and for what sets `.grad` between backward and step."
+)
+_ZEROS = (
+    "Look for zero_grad(set_to_none=False) or .grad.zero_() between backward and step, a clip of 0, a loss times 0, or "
+    "labels that are all ignored."
+)
+_TAKEN = (
+    "Call loss.backward(), which fills .grad with the average, or average each by hand: "
+    "torch.distributed.all_reduce(grad); grad /= world."
+)
+REENTRANT = "Write torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
 _ELSE = "Else freeze what takes no part in the loss; look for a .detach(), .item() or no_grad() on the way to it."
 _SAME = "Run the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out."
 _FINDS = (
@@ -183,8 +231,11 @@ RULES: tuple[Rule, ...] = (
         check=_nothing,
         at=_BOTH,
         needs=(Need.GRADIENTS,),
-        fix="Call zero_grad() before backward or after step(), not between them; give the optimizer what is trained.",
-        milder="for gradients of zeros, as of a window without a label that counts",
+        fix=(
+            "Call zero_grad() before backward or after step(), not between them; compute the loss without "
+            "torch.tensor(...), .item() or .detach(); give the optimizer what is trained."
+        ),
+        milder="for gradients of zeros that nobody was seen to clear, as of a window without a label that counts",
     ),
     Rule(
         id="run.gradients-waited-for",

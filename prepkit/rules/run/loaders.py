@@ -70,7 +70,7 @@ def _same(facts: RunFacts) -> Iterator[Hit]:
             continue
         if loader.division == "":
             what = f"{count(readers, 'rank')} read all of its samples, {_order(loader)}: nothing divides them."
-            yield Hit(f"loaders[{index}]", what)
+            yield Hit(f"loaders[{index}]", what, _STREAM if loader.seen.iterable else "")
         elif loader.replicas and loader.replicas < readers:
             what = f"Its samples are divided into {count(loader.replicas, 'part')}, and {readers} ranks read them."
             yield Hit(f"loaders[{index}]", what)
@@ -93,14 +93,29 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
     for index, loader in enumerate(facts.loaders):
         contents = {rank.contents[index] for rank in facts.ranks if index < len(rank.contents)}
         if loader.division == "sampler" and loader.replicas > 1 and len(contents) > 1 and _readers(facts) > 1:
-            what = f"A DistributedSampler cuts it into {loader.replicas} parts, and ranks hold different data already"
-            yield Hit(f"loaders[{index}]", f"{what}: most samples are never read.")
+            yield _other_data(facts, index)
         elif loader.parts > facts.world_size and loader.division == "accelerate":
-            what = f"A DistributedSampler and accelerate divide it, into {loader.parts} parts, and {facts.world_size}"
-            yield Hit(f"loaders[{index}]", f"{what} ranks read one each: the others are never read.")
+            what = f"accelerate divides it, and so does what is inside, into {loader.parts} parts in all, and"
+            yield Hit(f"loaders[{index}]", f"{what} {facts.world_size} ranks read one each: the others are never read.")
         elif loader.parts > loader.replicas and loader.parts > facts.world_size:
             what = f"It is divided twice, into {loader.parts} parts, and {facts.world_size} ranks read one each"
             yield Hit(f"loaders[{index}]", f"{what}: the others are never read.")
+
+
+def _other_data(facts: RunFacts, index: int) -> Hit:
+    """Return what there is to say of a sampler over data sets that differ: parts of one that meet were drawn apart."""
+    held = [rank.picks[index] for rank in facts.ranks if index < len(rank.picks)]
+    one = len({whole for whole, _ in held}) == 1
+    drawn = {at for _, first in held for at in first}
+    meet = one and len(drawn) < sum(len(first) for _, first in held)
+    parts = facts.loaders[index].replicas
+    what = (
+        f"Data sets differ by rank, and a DistributedSampler cuts each into {parts} parts: a rank reads 1 of its own."
+    )
+    if not meet:
+        return Hit(f"loaders[{index}]", what)
+    same = "They are parts of one and overlap, as where each rank draws a split: another trains on what one holds out."
+    return Hit(f"loaders[{index}]", f"{what} {same}", _ALIKE)
 
 
 def _samples(facts: RunFacts) -> Iterator[Hit]:
@@ -186,6 +201,15 @@ def _not_read(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loaders", what)
 
 
+_STREAM = (
+    "Write accelerator.prepare(loader), or divide it in the data set's __iter__: itertools.islice(samples, rank, None, "
+    "world), or datasets.distributed.split_dataset_by_node(dataset, rank, world); no sampler divides a stream."
+)
+_ALIKE = (
+    "Draw the split alike on every rank: random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)), "
+    "and leave the dividing to the sampler."
+)
+
 APART = 4
 """Steps outside of every pass that are no prefetched batches, and no rest of a window."""
 
@@ -219,7 +243,10 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.AUDIT,),
         needs=(Need.LOADERS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="Divide once: by the sampler, by accelerate, or by split_dataset_by_node with a shuffle alone.",
+        fix=(
+            "Divide once: by the sampler, over a data set that is the same on every rank, by accelerate, or by "
+            "split_dataset_by_node with a shuffle alone."
+        ),
         source=("torch DistributedSampler", "accelerate prepare_data_loader"),
     ),
     Rule(

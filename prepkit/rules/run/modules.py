@@ -226,12 +226,24 @@ def _unlike(facts: RunFacts) -> Iterator[Hit]:
 
 _BACK = "Go back to a checkpoint before it; clip gradients, and leave out steps whose loss is not finite."
 
+_ANEW = (
+    "Keep batches that are not finite from the model, also where nothing is stepped, and fill it anew, as by "
+    "reset_running_stats() of a batch norm."
+)
+
 
 def _nan(facts: RunFacts) -> Iterator[Hit]:
     for before, now in facts.running:
         if new := [name for name in now.course.not_finite if name not in before.course.not_finite]:
             what = f"NaN or infinite since the last look: {some(new)}, of the weights that were read."
             yield Hit(at(new[0]), what, _BACK)
+        for word, seen, known in (
+            ("NaN", now.course.spoiled, before.course.spoiled),
+            ("infinite", now.course.unbounded, before.course.unbounded),
+        ):
+            if new := [name for name in seen if name not in known]:
+                what = f"{count(len(new), 'buffer')} came to be {word} since the last look: {some(new)}."
+                yield Hit(at(new[0]), what, _ANEW, milder=word != "NaN")
     if facts.running:
         return
     if facts.nan:
@@ -272,6 +284,7 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.VALUES, Need.BEFORE),
         cost="a pass over all weights",
         fix="Load or initialise it again, as by module.reset_parameters(): to_empty() leaves what the memory held.",
+        milder="of a buffer that has come to be infinite, as a bound may be on purpose",
         source=("pain 17",),
     ),
     Rule(

@@ -12,7 +12,7 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
     scheduler = facts.scheduler
-    if scheduler is not None and facts.optimizers and not scheduler.drives_optimizer:
+    if scheduler is not None and facts.optimizers and not scheduler.drives_optimizer and not facts.running:
         yield Hit("scheduler", f"`{scheduler.name}` changes the learning rate of an optimizer that was not given.")
 
 
@@ -67,6 +67,10 @@ def _micro_batch(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _past(facts: RunFacts) -> Iterator[Hit]:
+    if facts.engine is not None and facts.engine.past:
+        name = facts.optimizers[0].name if facts.optimizers else "optimizer"
+        what = f"`{name}` is called past the engine, and steps master weights without gradients: the model stays as is."
+        yield Hit("optimizer", what)
     for index, optimizer in enumerate(facts.optimizers):
         if facts.engine is not None and not optimizer.engine and optimizer.held:
             what = f"`{optimizer.name}` steps {count(len(optimizer.held), 'parameter')} of the engine past the engine."
@@ -85,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         id="run.scheduler-elsewhere",
         summary="The scheduler drives the optimizer that steps.",
         check=_elsewhere,
-        at=(Moment.APPLY, Moment.AUDIT),
+        at=(Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
         needs=(Need.OPTIMIZERS,),
         fix="Make the scheduler from the optimizer that is stepped, and prepare both in one call.",
         source=("pain 15",),

@@ -36,6 +36,9 @@ _ELSEWHERE = (
 _OF_A_RANK = "Look for what a rank does otherwise than others: a .detach(), a hook, a scale or a branch by rank."
 _ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
+_CUT = (
+    "Drop what cuts it; where it is meant, say so by requires_grad_(False), and give the optimizer what trains alone."
+)
 _REACHES = "Look for a .detach() or a no_grad() between the model and its loss."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 _WRAP = (
@@ -187,6 +190,17 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
             said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
             yield Hit(at(names[0]), what, _OF_A_RANK if of_a_rank else _FREEZE if cause.why else "")
+    by: dict[str, list[str]] = {}
+    for name, how in cut(facts).items():
+        by.setdefault(how, []).append(name)
+    for how, each in by.items():
+        what = f"The loss is computed with {some(each)}, and {how} cuts the graph: plain torch too gives no gradient"
+        yield Hit(at(each[0]), f"{what}, and nothing trains what the optimizer holds.", _CUT, milder=True)
+
+
+def cut(facts: ProofFacts) -> dict[str, str]:
+    """Parameters that the forward cuts off, and that nothing else moves, as an average of others; and what cuts."""
+    return {name: how for name, how in facts.cut if name not in {*facts.later, *facts.moved}}
 
 
 def clipped(facts: ProofFacts) -> Iterator[Hit]:

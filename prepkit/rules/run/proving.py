@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
 
+from attrs import evolve
+
 from prepkit.facts.proof import ProofFacts, StepProof, counts, mean
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
@@ -16,6 +18,7 @@ from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
     clipped,
+    cut,
     gradients,
     made_otherwise,
     micro_batch,
@@ -48,8 +51,6 @@ _UNSTEPPED = (
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
 _CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
 IN_16_BIT = ("bfloat16", "float16")
-
-# --- before and after -------------------------------------------------------------------------------------------------
 
 
 def _first(facts: ProofFacts) -> Iterator[Hit]:
@@ -243,9 +244,10 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _cut_off(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.cut_off:
-        them = "it" if len(facts.cut_off) == 1 else "them"
-        said = f"The forward computes with {some(facts.cut_off)}, and no gradient comes to {them}, also in the replay"
+    told = cut(facts)
+    if off := [name for name in facts.cut_off if name not in told]:
+        them = "it" if len(off) == 1 else "them"
+        said = f"The forward computes with {some(off)}, and no gradient comes to {them}, also in the replay"
         yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
 
 
@@ -429,11 +431,14 @@ RULES: tuple[Rule, ...] = (
         "Look at what changes weights, buffers or gradients between forward and step, at layers that ranks share, and "
         "at checkpointed layers that draw other numbers when they are recomputed.",
     ),
-    _row(
-        "prove.no-gradient",
-        "What takes part in the loss has a gradient.",
-        "Look for a .detach() or no_grad() on the way, requires_grad, and zero_grad() after the backward.",
-        no_gradient,
+    evolve(
+        _row(
+            "prove.no-gradient",
+            "What takes part in the loss has a gradient.",
+            "Look for a .detach() or no_grad() on the way, requires_grad, and zero_grad() after the backward.",
+            no_gradient,
+        ),
+        milder="where plain torch gives none either, as the forward cuts the graph",
     ),
     _row(
         "prove.stepped-twice",

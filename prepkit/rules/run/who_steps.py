@@ -227,6 +227,13 @@ def _lost(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _twice(facts: RunFacts) -> Iterator[Hit]:
+    for _, now in facts.running:
+        if now.course.twice:
+            names = " and ".join(f"`{name}`" for name in now.course.steppers)
+            what = f"{names} have stepped one gradient, one after the other: {some(now.course.twice)}."
+            yield Hit("optimizer", what)
+    if facts.running:
+        return
     counted = Counter(name for optimizer in facts.optimizers for name in optimizer.held)
     twice = tuple(name for name, number in counted.items() if number > 1)
     if twice:
@@ -306,8 +313,8 @@ RULES: tuple[Rule, ...] = (
         id="run.stepped-twice",
         summary="Each parameter is stepped by one optimizer.",
         check=_twice,
-        at=(Moment.AUDIT,),
-        needs=(Need.OPTIMIZERS,),
+        at=(Moment.AUDIT, Moment.DRIFT),
+        needs=(Need.OPTIMIZERS, Need.BEFORE),
         fix="Leave them to one optimizer.",
     ),
     Rule(

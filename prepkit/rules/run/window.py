@@ -227,7 +227,8 @@ def _recompiled(facts: RunFacts) -> Iterator[Hit]:
 def _workers(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.workers if facts.window is not None else ():
         what = f"Several of its {one.workers} workers {one.what}."
-        yield Hit(f"loader of {one.loader}", what, milder=not one.sure)
+        fix = f"Write in worker_init_fn: {one.anew}, which is another one in each worker." if one.anew else ""
+        yield Hit(f"loader of {one.loader}", what, fix, milder=not one.sure)
 
 
 def _undivided(facts: RunFacts) -> Iterator[Hit]:
@@ -244,25 +245,37 @@ def _ends(facts: RunFacts) -> Iterator[Hit]:
     if scheduler.horizon < seen.ticks:
         end = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
         yield Hit("scheduler", f"{made}, and {end}", f"Make it for {seen.ticks} ticks.")
-    elif seen.ticks * 2 <= scheduler.horizon <= seen.steps:
-        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps: it hardly begins."
-        yield Hit(
-            "scheduler", f"{made}, and {ticks}", "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
-        )
+    elif seen.ticks * scheduler.ticks * 2 <= scheduler.horizon:
+        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps"
+        if seen.ticks < seen.steps and scheduler.horizon <= seen.steps:
+            fix = "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
+            yield Hit("scheduler", f"{made}, and {ticks}: it hardly begins.", fix)
+        else:
+            fix = f"Make it for {seen.ticks} ticks; nothing, where training is to end before it does, as in a trial."
+            yield Hit("scheduler", f"{made}, and {ticks}: most of it is left out.", fix)
 
 
+_UNLABEL = "labels.masked_fill(attention_mask == 0, -100), with the tokenizer's attention_mask"
 _ODD: dict[OddSample, tuple[str, str]] = {
     "shifted": (
         "Labels are shifted already, and the model shifts them again: it learns the token after next.",
         "Give labels equal to input_ids, with -100 where none count.",
     ),
     "unmasked": (
-        "Samples have pads and no attention_mask: tokens after them attend to them, or labels count them.",
+        "Samples begin with pads, and have no attention_mask: tokens after them attend to them.",
         "",
+    ),
+    "learned": (
+        "Samples end in pads that count as labels: the model learns to give pads.",
+        f"Write {_UNLABEL}.",
+    ),
+    "both": (
+        "Samples begin with pads, and have no attention_mask: tokens after them attend to them, and labels count them.",
+        f"Give the tokenizer's attention_mask along, and write {_UNLABEL}.",
     ),
     "counted": (
         "Labels count where attention_mask is 0: the model learns to give pads.",
-        "Write labels.masked_fill(attention_mask == 0, -100).",
+        f"Write {_UNLABEL}.",
     ),
 }
 MILDER_TEXT = "where pads that are masked count as labels, as where the end of a text is a pad"

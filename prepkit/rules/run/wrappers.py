@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
-from prepkit.rules.rule import Hit, Moment, Rule
+from prepkit.rules.rule import Hit, Moment, Need, Rule
+from prepkit.rules.run.gradients import REENTRANT, recomputed
 
 WORDS = {
     "ddp": "DistributedDataParallel",
@@ -92,6 +93,11 @@ def _reentrant(facts: RunFacts) -> Iterator[Hit]:
             "requires a gradient, so that nothing inside gets one."
         )
         yield Hit(at(reentrant[0]), what)
+    elif cut := recomputed(facts):
+        name, line = next(iter(cut.items()))
+        what = f"checkpoint(..., use_reentrant=True) ({line}) was given no input that requires a gradient:"
+        inside = f"none reaches {count(len(cut), 'parameter')} inside: {some(tuple(cut))}."
+        yield Hit(at(name), f"{what} {inside}", REENTRANT)
 
 
 def _off(facts: RunFacts) -> Iterator[Hit]:
@@ -131,6 +137,7 @@ RULES: tuple[Rule, ...] = (
         summary="Gradients reach what is inside reentrant checkpoints.",
         check=_reentrant,
         at=(Moment.AUDIT,),
+        needs=(Need.GRADIENTS,),
         fix="Write use_reentrant=False, or call model.enable_input_require_grads().",
         source=("pain 28",),
     ),

@@ -319,6 +319,34 @@ def steps(ready: Prepared, batch: dict[str, Tensor]) -> list[float]:
     return losses
 
 
+def with_a_small_group(rank: int, world: int, stage: int) -> list[float]:
+    """Losses where one group of the optimizer is the bias of the head alone, of which DeepSpeed writes in its steps."""
+    lean()
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    *most, last = model.parameters()
+    given = AdamW([{"params": most}, {"params": [last], "lr": 1e-3}], lr=1e-2)
+    cfg = Config(engine=DeepSpeed(stage=stage, micro_batch=2) if stage else DDP())
+    ready = apply(plan(cfg, observe(model, optimizer=given).facts).unwrap(), model=model, optimizer=given)
+    return small_steps(ready, rank, world)
+
+
+def small_steps(ready: Prepared, rank: int, world: int) -> list[float]:
+    losses = []
+    for rows in torch.randn(4, 2 * world, 8, generator=torch.Generator().manual_seed(1)):
+        loss = ready.model(rows.chunk(world)[rank]).square().mean()
+        ready.backward(loss)
+        ready.step()
+        losses.append(mean(loss))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_group_whose_elements_the_engine_writes_anew_trains_as_under_ddp(gang2: Gang, stage: int) -> None:
+    found = gang2.run(with_a_small_group, stage, timeout=60)
+    assert found == [pytest.approx(one, rel=1e-5) for one in gang2.run(with_a_small_group, 0, timeout=60)]
+
+
 def alone() -> list[float]:
     """The same Llama in one process."""
     from tests.support.transformers_models import build
