@@ -476,7 +476,7 @@ def test_several_optimizers_that_step_as_one_are_each_replayed() -> None:
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
     both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[1].parameters(), lr=0.1)]
     ready = pk.apply(pk.build_plan(c.Config(), model, optimizer=both), prove=1)
-    ready.optimizer.register_step_post_hook(lambda *_: model[1].weight.data.mul_(1.5))
+    both[1].register_step_post_hook(lambda *_: model[1].weight.data.mul_(1.5))
     ready.backward(ready.model(torch.randn(3, 12)).square().mean())
     with pytest.raises(RunRefused, match=r"prove\.step-size"):
         ready.step()
