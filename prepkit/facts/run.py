@@ -10,7 +10,7 @@ from attrs import frozen
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
-from prepkit.facts.window import CourseFacts, GradientFacts, OddSample, WindowFacts
+from prepkit.facts.window import CourseFacts, GradientFacts, OddSample, SharersFacts, WindowFacts
 
 Averager = Literal["ddp", "fsdp1", "fsdp2", "dtensor", "deepspeed", "hook"]
 """What sees to it that a parameter's gradient is that of several ranks; a hook on the parameter may do anything."""
@@ -359,6 +359,8 @@ class RunFacts:
     """Whether the generators of ranks that read other samples are all in one state."""
     alike_for: int = 1
     """Neighbouring ranks that read the same samples, and should draw alike."""
+    sharers: SharersFacts | None = None
+    """Of these, where they step other gradients than each other; None: they do not."""
     normalised: tuple[str, ...] = ()
     """Modules that normalise by their batch in training."""
     nan: tuple[str, ...] = ()

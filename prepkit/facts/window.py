@@ -48,6 +48,18 @@ class GradientFacts:
 
 
 @frozen(kw_only=True)
+class SharersFacts:
+    """Ranks that share layers and step other gradients than each other: what they have otherwise."""
+
+    weights: tuple[str, ...] = ()
+    """Parameters that they should hold alike."""
+    samples: bool = False
+    """Whether the last forward was given other ones."""
+    draws: bool = False
+    """Whether it has drawn from generators in other states."""
+
+
+@frozen(kw_only=True)
 class Loaded:
     """A ``load_state_dict`` that took nothing of what it was given."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from math import log
 
 import torch
 from torch import Tensor
@@ -158,10 +159,13 @@ def _kind_apart(records: tuple[Record, ...], kind: str, name: str) -> str:
     return f"is other on rank {spans(tuple(others))} than on rank {held[0][0].head.rank}" if others else ""
 
 
-def same_samples(records: tuple[Record, ...]) -> bool:
-    """Return whether each rank computes with all of the model, and has read what the first one has."""
-    whole = not any(record.head.cut or record.head.disturbed.lends for record in records)
-    return len(records) > 1 and whole and all(read(one) == read(records[0]) for one in records[1:])
+def same_samples(records: tuple[Record, ...]) -> tuple[tuple[int, ...], ...]:
+    """Ranks that have read what others have, though each computes with all of the model; those that did, together."""
+    by: dict[tuple[str, ...], list[int]] = {}
+    if not any(record.head.cut or record.head.disturbed.lends for record in records):
+        for record in records:
+            by.setdefault(tuple(read(record)), []).append(record.head.rank)
+    return tuple(tuple(ranks) for what, ranks in by.items() if what and len(ranks) > 1)
 
 
 def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
@@ -178,7 +182,44 @@ def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
             begun.append((call.micro, state))
 
 
-def read_again(records: tuple[Record, ...]) -> Iterator[str]:
+def miscounted(records: tuple[Record, ...]) -> str:
+    """How the number that the run was given for a loss is another than that of the graph; empty: all are in one ratio.
+
+    A ratio that is the same everywhere changes no sum: as where a loss is a mean over elements, and samples are given.
+    """
+    every = [(record.head.rank, at, one) for record in records for at, one in enumerate(record.head.micros)]
+    known = [(rank, at, one.tokens, one.count) for rank, at, one in every if one.tokens and one.count]
+    whole = all(count == round(count) for *_, count in known)  # with weights of classes it is a sum of them
+    ratios = [tokens / count for _, _, tokens, count in known]
+    if len(known) < len(every) or not whole or max(ratios) <= 1.01 * min(ratios):
+        return ""
+    rank, at, tokens, count = max(known, key=lambda one: abs(log(one[2] / one[3])))
+    return f"The loss of micro-batch {at} of rank {rank} is a mean over {count:g}, and mean_over={tokens:g} was given"
+
+
+def odd_calls(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield what is odd in how micro-batches of a rank were computed, beside each other."""
+    yield from _read_again(records)
+    yield from _modes_apart(records)
+
+
+def _modes_apart(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield a sentence where a micro-batch of a rank was computed in other modes than the first one."""
+    for record in records:
+        modes: dict[int, set[tuple[str, ...]]] = {}
+        for call in record.head.calls:
+            if call.micro >= 0 and call.outputs:
+                modes.setdefault(call.micro, set()).add(call.evaluating)
+        first = modes.get(0, set())
+        for at, found in modes.items():
+            if first and first.isdisjoint(found):
+                still = len(set(min(found)) ^ set(min(first)))
+                said = f"micro-batch {at} of rank {record.head.rank} was computed with {count(still, 'module')} in"
+                yield f"{said} another mode, train() or eval(), than micro-batch 0: dropout and batch norms are others"
+                return
+
+
+def _read_again(records: tuple[Record, ...]) -> Iterator[str]:
     """Yield a sentence where two micro-batches of a rank, whose losses were made alike, were of the same samples."""
     for record in (one for one in records if not one.head.disturbed.lends):
         seen: dict[tuple[object, ...], int] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
-from prepkit.observe.fingerprints.parts import Part, parts
+from prepkit.observe.fingerprints.parts import Part, as_computed, parts
 from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
 from prepkit.proving.parts_of import numbers
@@ -68,12 +69,13 @@ Size = tuple[int, float, float]
 
 
 def sizes(root: nn.Module | None) -> dict[str, Size]:
-    """Of every parameter."""
-    found: dict[str, Size] = {}
+    """Of every parameter: of what the model computes with, and of master weights where an engine keeps some beside."""
+    found, computed = dict[str, Size](), {} if root is None else dict(as_computed(root))
     for name, part in (parts(root, masters=True) if root is not None else {}).items():
-        row = numbers(part.values)
-        norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
-        found[name] = (part.values.numel(), float(row.sum(dtype=torch.float64)), norm)
+        held = {one.data_ptr(): one for one in (part.values, computed.get(name, part).values)}.values()
+        norm = hypot(*(float(torch.linalg.vector_norm(numbers(one), dtype=torch.float64)) for one in held))
+        total = sum(float(numbers(one).sum(dtype=torch.float64)) for one in held)
+        found[name] = (sum(one.numel() for one in held), total, norm)
     return found
 
 
@@ -286,10 +288,7 @@ class Around:
                 self.moved, self.swung = (), self.swung or bool(now)
 
     def goes(self, plain: Callable[[], Any], root: nn.Module | None, most: int) -> Any:
-        """A backward, which ``torch.autograd.grad`` is one of where it is asked for what trains.
-
-        ``root``: what it trains in this window; ``most``: bytes of gradients that may be kept.
-        """
+        """A backward, or ``autograd.grad``. ``root``: what it trains; ``most``: bytes of gradients that may be kept."""
         self.going += 1
         try:
             result = plain()

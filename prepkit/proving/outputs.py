@@ -72,6 +72,8 @@ class OutputsTold:
     """Outputs to which something behind the model has done what can be named, a sentence each."""
     unrepeated: str = ""
     """The first whose gradient says nothing, because the replay does not give it again; empty: none."""
+    unrepeated_on: tuple[int, ...] = ()
+    """The ranks of which outputs are such, where those of rank 0, whose model is copied, are not."""
     aside: str = ""
     """The first to which no gradient has come back, and that is other than in the replay; empty: none."""
 
@@ -92,7 +94,10 @@ def compared(records: tuple[Record, ...], replays: tuple[Outputs, Outputs], eps:
             changed |= dict.fromkeys(f"{one.name} {how}" for one in pairs)
         if first.counts or not how:
             told.setdefault(first.counts, f"{first.name} is {first.off / (first.size or 1):.2g} x its size off {AGAIN}")
-    return OutputsTold(changed=tuple(changed), unrepeated=told.get(True, ""), aside=told.get(False, ""))
+    ranks = sorted({one.record.head.rank for pairs in off.values() for one in pairs if one.counts})
+    on = () if 0 in ranks else tuple(ranks)
+    said = {"unrepeated": told.get(True, ""), "aside": told.get(False, "")}
+    return OutputsTold(changed=tuple(changed), unrepeated_on=on, **said)
 
 
 def astray(records: tuple[Record, ...], replays: list[Outputs], eps: float) -> str:

@@ -22,10 +22,11 @@ from prepkit.proving.apart import (
     buffers_apart,
     changed_later,
     loss_shares,
+    miscounted,
     number_of,
+    odd_calls,
     options_apart,
     read,
-    read_again,
     same_draws,
     same_samples,
     state_apart,
@@ -47,8 +48,7 @@ DISTURBED = (
 )
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64
-"""What rounding in the run's dtype does is measured by two replays: this part of it is allowed beside that. Of what 33
-right runs in 16 bits were off, that measure was a third or more."""
+"""This part of what rounding does, as two replays tell, is allowed beside it: by what 33 right runs were off."""
 CLAMPED = 2.0**-8
 """By which part an element that was clipped by value may be off it: rounding in bfloat16."""
 
@@ -196,10 +196,11 @@ def replayed(window: Replay) -> ProofFacts:
         state_apart=tuple(state_apart(records)),
         same_draws=tuple(same_draws(one for one in records if one.head.rank in window.draw)),
         same_samples=same_samples(records),
+        miscounted=miscounted(records),
         lines=first.lines,
         outputs=outputs.changed,
-        unrepeated=outputs.unrepeated,
-        limits=(*limits, *more, *unlike, *_meant(records), *read_again(records), *((no_step,) if no_step else ())),
+        **{name: getattr(outputs, name) for name in ("unrepeated", "unrepeated_on")},
+        limits=(*limits, *more, *unlike, *_meant(records), *odd_calls(records), *((no_step,) if no_step else ())),
     )
 
 
@@ -422,8 +423,8 @@ def _compared(name: str, window: Replay, reference: Shares, rounded: Shares) -> 
 def _of_numbers(replica: Replica) -> Tensor:
     """The rank that holds each number."""
     assert replica.owners is not None, "it lies in parts"
-    twice = replica.values.is_complex()
-    return replica.owners.unsqueeze(-1).expand(*replica.owners.shape, 2) if twice else replica.owners
+    owners = replica.owners
+    return owners.unsqueeze(-1).expand(*owners.shape, 2) if replica.values.is_complex() else owners
 
 
 def _products(
@@ -442,8 +443,7 @@ def _products(
 
 
 def _had_gradient(records: tuple[Record, ...], name: str) -> bool:
-    key = f"grad/{name}"
-    return any(bool(record.tensors[key].any()) for record in records if key in record.tensors)
+    return any(bool(record.tensors[f"grad/{name}"].any()) for record in records if f"grad/{name}" in record.tensors)
 
 
 def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
@@ -481,7 +481,7 @@ def _meant(records: tuple[Record, ...]) -> Iterator[str]:
 def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
     """Why gradients cannot be compared."""
     given = [read(record) for record in records]
-    cut = any(one in given[:at] for at, one in enumerate(given)) and not same_samples(records)
+    cut = any(one.head.cut for one in records) and any(one in given[:at] for at, one in enumerate(given))
     found = {
         "SyncBatchNorm normalises over the samples of all ranks, and each micro-batch is replayed by itself: "
         "gradients were not compared": bare.normalises_over_ranks(model),

@@ -124,9 +124,14 @@ class Looks:
         """Ask before the first forward what FSDP2 undoes in it: it puts its own parameters back into their places.
 
         Not where the whole model is compiled: its hooks would be. Nor where something has gathered the parameters
-        already, as an entry point does. The hook raises ``RunRefused``.
+        already, as an entry point does. The hook raises ``RunRefused``. Where ranks share layers, another keeps what
+        the model was given before the first step.
         """
-        if not isinstance(model, FSDPModule) or compiled_whole(self.plan):
+        if compiled_whole(self.plan):
+            return
+        if self.plan.data_parallel_size < self.plan.world_size:
+            yield model.register_forward_pre_hook(_untraced(self._enters), with_kwargs=True)
+        if not isinstance(model, FSDPModule):
             return
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
 
@@ -136,6 +141,9 @@ class Looks:
                 self.court.hear(findings_of(_local(Moment.DUE), self.look.changes()))
 
         yield model.register_forward_pre_hook(_untraced(ask), prepend=True)
+
+    def _enters(self, _: Module, *given: Any) -> None:
+        self.look.enters(None if self._done else given)
 
     def around_units(self, model: Module) -> Iterator[RemovableHandle]:
         """Note in the first two windows what a forward writes into gathered weights: a copy may be like its model once.

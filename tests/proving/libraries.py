@@ -77,6 +77,11 @@ def _of_rank_0(model: nn.Module, world: int) -> None:
         param.grad += dist.get_rank() == 0
 
 
+def _clamped(model: nn.Module, world: int) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.1, 0.1)
+
+
 def _trained(model: nn.Module) -> Iterator[Any]:
     return (param for param in model.parameters() if param.grad is not None)
 
@@ -91,6 +96,7 @@ FAULTS: dict[str, Fault] = {
     "clipped at each": Fault("prove.clipped-scaled", "before the last micro-batch", grads=_clipped, each=True),
     "dropped": Fault("prove.no-gradient", "head.bias", grads=_one_dropped),
     "fivefold": Fault("prove.ratio", "5.000 x", grads=_head_fivefold),
+    "clamped": Fault("prove.moved", "has changed", grads=_clamped, each=True),
     "signs": Fault("", grads=_signs),  # alike on all ranks: a rule of the program's own, which is right
     "one rank's": Fault("prove.direction", grads=_of_rank_0),
     "rate by rank": Fault("prove.options", "lr of group 0"),
@@ -301,6 +307,7 @@ def _deepspeed(of: OfLibrary, rank: int, world: int) -> Window:
         for x, y in of.batches(rank):
             given = x.bfloat16() if of.low else x
             engine.backward(of.loss(nn.functional.cross_entropy(called(given).float(), y), world))
+            of.touches(plain, world, last=engine.is_gradient_accumulation_boundary())
             engine.step()
 
     return Window(None, train)
@@ -331,6 +338,15 @@ BY_LIBRARIES: tuple[tuple[OfLibrary, str, str, int], ...] = tuple(
     for stage in (range(4) if library == "deepspeed" else (0,))
 )
 """Each with its rule, a word of its text, and the ranks."""
+ALWAYS_TRIED: tuple[tuple[OfLibrary, str, str, int], ...] = tuple(
+    (one, FAULTS[one.fault].rule, FAULTS[one.fault].says, 2)
+    for one in (
+        OfLibrary("lightning", "divided twice"),
+        OfLibrary("lightning", "more by rank"),
+        OfLibrary("deepspeed", "clamped", stage=2),
+    )
+)
+"""What no share of them leaves out."""
 RIGHT_BY_LIBRARIES: tuple[tuple[OfLibrary, int], ...] = tuple(
     (OfLibrary(library, low=low, stage=stage), ranks)
     for library in MADE

@@ -423,3 +423,62 @@ def test_what_the_forward_computes_with_and_no_gradient_comes_to_is_named() -> N
     assert found.severity is Severity.WARNING
     assert found.what.startswith("The loss is computed with `0.weight`, `0.bias`, and detach() at test_live.py:")
     assert "1.weight" not in found.what
+
+
+class Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(12, 4), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x))
+
+
+def odd_window(rank: int, world: int, odd: str) -> list[tuple[str, str]]:
+    """What is told of a window in which something is odd on some ranks, or in some micro-batch."""
+    torch.manual_seed(0)
+    cfg = c.Config(engine=c.DDP() if world > 1 else c.Single(), optimizer=c.SGD(lr=0.1), accumulation=2)
+    ready = pk.apply(pk.build_plan(cfg, Labelled()), prove=1)
+    torch.manual_seed(1 + rank)
+    for at, (x, y) in enumerate(micros(2, rank=rank % 2 if odd == "pairs" else rank)):
+        if "labels" in odd:
+            y[: 1 + rank] = -100
+        counted = float((y != -100).sum()) if odd == "counted labels" else 6.0 if odd == "labels" else None
+        loss = nn.functional.cross_entropy(ready.model(x), y)
+        ready.backward(loss, mean_over=counted)
+        ready.step()
+        ready.model.train(odd != "eval" or at > 0)
+    found = told_of(ready)
+    ready.close()
+    return [(one.rule, one.what) for one in found]
+
+
+ODD: dict[str, tuple[int, str, str]] = {
+    "labels": (2, "prove.tokens", "is a mean over 4, and mean_over=6 was given"),
+    "counted labels": (2, "", ""),
+    "pairs": (4, "prove.same-samples", "(ranks 0, 2; ranks 1, 3)"),
+    "nothing": (4, "", ""),
+    "eval": (2, "prove.limit", "was computed with 3 modules in another mode"),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.filterwarnings("ignore:warning")
+def test_what_is_odd_between_ranks_or_micro_batches_is_told(request: Any, odd: str) -> None:
+    ranks, rule, says = ODD[odd]
+    found = request.getfixturevalue(f"gang{ranks}").run(odd_window, odd)[0]
+    assert ({rule} if rule else set()) == {rule for rule, _ in found}, found
+    assert not says or any(says in what for _, what in found), found
+
+
+def test_several_optimizers_that_step_as_one_are_each_replayed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
+    both = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.AdamW(model[1].parameters(), lr=0.1)]
+    ready = pk.apply(pk.build_plan(c.Config(), model, optimizer=both), prove=1)
+    both[1].register_step_post_hook(lambda *_: model[1].weight.data.mul_(1.5))
+    ready.backward(ready.model(torch.randn(3, 12)).square().mean())
+    with pytest.raises(RunRefused, match=r"prove\.step-size"):
+        ready.step()
+    assert not any("was not replayed" in one.what for one in told_of(ready))
+    ready.close()

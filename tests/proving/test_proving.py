@@ -21,7 +21,7 @@ from prepkit.proving import spawned
 from prepkit.proving.record_file import FORMAT, path_of, read
 from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
-from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES
+from tests.proving.libraries import ALWAYS_TRIED, BY_LIBRARIES, RIGHT_BY_LIBRARIES
 from tests.proving.right import RIGHT, Right
 from tests.proving.small import Drawing, batches, by_sample, halved, loss, make, of_outputs
 from tests.proving.unseen import UNSEEN
@@ -33,7 +33,7 @@ from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
 from tests.support.script import LAUNCHER, Ran, run_typed
 
-SHARE = (*DRAWN_ERRORS[::9], *BY_LIBRARIES[::11])
+SHARE = (*DRAWN_ERRORS[::9], *BY_LIBRARIES[::11], *(one for one in ALWAYS_TRIED if one not in BY_LIBRARIES[::11]))
 MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *SHARE))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
 

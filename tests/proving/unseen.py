@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -297,6 +298,44 @@ def sent_in_two_groups_of_layers(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def averaged_after_the_first_of_four(rank: int, world: int) -> Window:
+    """``no_sync()`` that is entered and left one micro-batch late."""
+    model = DDP(net())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for at, batch in enumerate(micros(4)):
+            with model.no_sync() if at else nullcontext():
+                (loss_of(model, batch) / 4).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def trunk_detached_on_rank_1(rank: int, world: int) -> Window:
+    model = net()
+    if rank == 1:  # the replay runs on rank 0
+        model.blocks[-1].register_forward_hook(lambda _, __, output: output.detach() + 0 * output)
+    wrapped = DDP(model)
+    return Window(wrapped, lambda: loop(wrapped, adam(wrapped)))
+
+
+def backward_doubled_on_rank_1(rank: int, world: int) -> Window:
+    model = net()
+    if rank == 1:
+        model.blocks[0].register_full_backward_hook(lambda _, grads, __: tuple(2 * one for one in grads))
+    wrapped = DDP(model)
+    return Window(wrapped, lambda: loop(wrapped, adam(wrapped)))
+
+
+def forward_scaled_on_rank_1(rank: int, world: int) -> Window:
+    model = net()
+    if rank == 1:
+        model.blocks[0].register_forward_hook(lambda _, __, output: 1.5 * output)
+    wrapped = DDP(model)
+    return Window(wrapped, lambda: loop(wrapped, adam(wrapped)))
+
+
 UNSEEN: tuple[tuple[Any, ...], ...] = (
     (optimizer_made_before_fsdp2, "prove.not-stepped"),
     (optimizer_made_before_fsdp1, "prove.not-stepped"),
@@ -319,4 +358,8 @@ UNSEEN: tuple[tuple[Any, ...], ...] = (
     (noise_on_the_gradients_of_each_rank, "prove.direction"),
     (scaled_by_each_rank_itself, "prove.options"),
     (sent_in_two_groups_of_layers, "prove.not-averaged"),
+    (averaged_after_the_first_of_four, "prove.not-averaged", "averaged up to micro-batch 0 of 4"),
+    (forward_scaled_on_rank_1, "prove.unproven", "The forward of rank 1 does not repeat, and that of rank 0"),
+    (trunk_detached_on_rank_1, "prove.no-gradient", "no gradient of rank 1"),
+    (backward_doubled_on_rank_1, "prove.direction", "1.00 x of rank 0, 2.00 x of rank 1"),
 )

@@ -173,3 +173,62 @@ def test_weights_that_ranks_have_written_unlike_are_refused_in_the_next_window_t
         assert "`weight`, `bias`" in told
         assert "dist.broadcast(param.data, src=0)" in told
         assert steps == 3, "the fourth window is due"
+
+
+class Shared(nn.Module):
+    """Two cut layers, with a factor between them and dropout before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.factor, self.behind = nn.Parameter(torch.ones(1)), nn.Linear(8, 1)
+        self.between = self.drops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.before(x), 0.3 * self.drops)
+        inner = self.first(x).relu()
+        return self.behind(self.second(inner * self.factor if self.between else inner) * self.factor)
+
+
+def step_of_sharers(rank: int, world: int, otherwise: str) -> str:
+    """What is refused where ranks that share layers have something otherwise."""
+    torch.manual_seed(0)
+    styles = pk.tp.TPPlan((pk.tp.TPLayer("first", "colwise"), pk.tp.TPLayer("second", "rowwise")))
+    model = Shared()
+    model.between, model.drops = otherwise == "a part", otherwise == "draws"
+    ready = pk.apply(
+        pk.build_plan(pk.Config(engine=pk.TensorParallel(), tp_plan=styles, optimizer=pk.optim.SGD(lr=0.1)), model)
+    )
+    if otherwise == "weights" and rank:
+        with torch.no_grad():
+            model.behind.weight.mul_(1.5)
+    torch.manual_seed(rank * (otherwise == "draws"))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank * (otherwise == "samples")))
+    ready.backward(ready.model(x).square().mean())
+    try:
+        ready.step()
+    except RunRefused as error:
+        return str(error)
+    finally:
+        ready.close()
+    return ""
+
+
+SHARERS = {
+    "nothing": ("", ""),
+    "samples": ("have read other samples", "the same samples"),
+    "draws": ("drawn from generators in other states", "torch.manual_seed(seed + dist.get_rank() // 2)"),
+    "weights": ("hold other weights beside them: `behind.weight`", "before apply"),
+    "a part": ("what lies between cut layers gets a part", "TPLayer in tp_plan"),
+}
+
+
+@pytest.mark.parametrize("otherwise", SHARERS)
+@pytest.mark.filterwarnings("ignore:warning run.not-read")
+def test_what_ranks_that_share_layers_have_otherwise_is_named(gang2: Any, otherwise: str) -> None:
+    why, fix = SHARERS[otherwise]
+    for told in gang2.run(step_of_sharers, otherwise):
+        assert why in told, told
+        assert fix in told, told
+        assert bool(told) == (otherwise != "nothing"), told
+        assert "no_sync" not in told

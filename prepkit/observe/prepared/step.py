@@ -18,8 +18,10 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import DDPFacts, LoopFacts, RunFacts, RunningFacts, RunningParam
+from prepkit.facts.window import SharersFacts
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
+from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints import sums_of_whole
 from prepkit.observe.model import dtype_name
 from prepkit.observe.prepared.averaging import ddp_state
@@ -27,6 +29,7 @@ from prepkit.observe.prepared.gradients import Gradient, gradients, judged, repl
 from prepkit.observe.prepared.modules import drops, generator
 from prepkit.observe.prepared.optimizers import options, short_digest, unlike
 from prepkit.observe.prepared.ranks import other_values
+from prepkit.observe.prepared.reading import digest_of
 from prepkit.plan import Plan
 from prepkit.ranks.world import ranks_of, world
 from prepkit.rules.rule import Need
@@ -56,6 +59,8 @@ class StepLook:
     """Whether the weights in the model are copies, which DeepSpeed makes anew from its own in each step."""
     _written: int = field(init=False)
     """How often trained weights had been written in place when the engine had last stepped."""
+    _entered: tuple[Any, float] = field(default=(None, 0.0), init=False)
+    """What the last forward was given, and the state of the generator then, where ranks share layers."""
 
     def __attrs_post_init__(self) -> None:
         found = names.named_parameters(self.model)
@@ -77,6 +82,10 @@ class StepLook:
         """Takes the model for all there is: the engine is gone."""
         self.model, self._masters = model, False
         self.settle()
+
+    def enters(self, given: Any) -> None:
+        """A forward begins, where ranks share layers; None: nobody asks any more."""
+        self._entered = given, 0.0 if given is None else generator(self.plan.facts.env.device)
 
     def known(self) -> dict[int, str]:
         """Names of the parameters as the model was prepared, by their identity."""
@@ -203,7 +212,20 @@ class StepLook:
         if found.awaited and any(one.waits for one in facts.ddp):  # as every rank has found
             lacks = world().gather(bool(own[0].any()))
             found = evolve(found, awaited_on=tuple(rank for rank, yes in enumerate(lacks) if yes))
-        return evolve(facts, gradients=evolve(found, apart_before=bool(least[6] != most[6])))
+        sharers = (
+            self._sharers(facts.alike_for, found.compared, draws) if found.parted and facts.alike_for > 1 else None
+        )
+        return evolve(facts, gradients=evolve(found, apart_before=bool(least[6] != most[6])), sharers=sharers)
+
+    def _sharers(self, size: int, alike: Collection[str], draws: float) -> SharersFacts:
+        """What neighbours that share layers have otherwise, of what they should have alike. Collective."""
+        named, (given, began) = names.named_parameters(self.model), self._entered
+        held = {name: digest_of(local(named[name]).detach()) for name in alike if name in named}
+        every = world().gather((held, digest_of(given), began if draws != began else 0.0))
+        apart = [(one, every[rank - rank % size]) for rank, one in enumerate(every)]
+        weights = dict.fromkeys(name for one, first in apart for name in one[0] if one[0][name] != first[0].get(name))
+        samples, drawn = (any(one[at] != first[at] for one, first in apart) for at in (1, 2))
+        return SharersFacts(weights=tuple(weights), samples=samples, draws=drawn)
 
     def _replicas(self) -> dict[str, int]:
         """Sums of the weights that DDP holds alike on every rank, and steps alike; without those it was told to ignore.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prepkit.facts.run import RunFacts
-from prepkit.facts.window import WindowFacts
+from prepkit.facts.window import SharersFacts, WindowFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
@@ -106,11 +106,24 @@ def _parted(facts: RunFacts) -> Iterator[Hit]:
     own = [name for name in found.parted if name not in alone]
     if own:
         what = f"Each rank is about to step {count(len(own), 'parameter')} with a gradient of its own: {some(own)}."
-        fix = _cause(facts)
+        why, fix = _of_sharers(facts, facts.sharers) if facts.sharers else ("", _cause(facts))
         if facts.ddp and not fix and facts.window is not None and facts.window.taken:
             by = f"torch.autograd.grad ({facts.window.taken}) has made them, past the hooks by which DDP averages."
             what, fix = f"{what} {by}", _TAKEN
-        yield Hit(at(own[0]), what, fix)
+        yield Hit(at(own[0]), what + why, fix)
+
+
+def _of_sharers(facts: RunFacts, sharers: SharersFacts) -> tuple[str, str]:
+    """What ranks that share cut layers have otherwise, and what to do: they should compute the same beside these."""
+    if sharers.weights:
+        told, fix = f"hold other weights beside them: {some(sharers.weights)}", _HOLD
+    elif sharers.samples:
+        told, fix = "have read other samples", _READ
+    elif sharers.draws:
+        told, fix = "have drawn from generators in other states: dropout takes other elements on each", _DRAW
+    else:
+        told, fix = "read, draw and hold the same: what lies between cut layers gets a part on each rank", _PART
+    return f" Every {facts.alike_for} neighbouring ranks share layers, and {told}.", fix.format(size=facts.alike_for)
 
 
 def _cause(facts: RunFacts) -> str:
@@ -210,6 +223,13 @@ _SAME = "Run the same layers on every rank: add `0 * layer(x).sum()` to the loss
 _FINDS = (
     "Write find_unused_parameters=True for DDP, which then averages zeros for a rank that leaves a layer out, or run "
     "the same layers on every rank: add `0 * layer(x).sum()` to the loss where a batch leaves one out."
+)
+_HOLD = "Write weights on all ranks alike, or before apply: a rank that writes its own parts the replicas."
+_DRAW = "Seed ranks that share layers alike: torch.manual_seed(seed + dist.get_rank() // {size})."
+_PART = "Cut it as the layers around it are, by a TPLayer in tp_plan, or use it before the first or behind the last."
+_READ = (
+    "Give ranks that share layers the same samples: build_plan(..., loaders=[loader]), or a DistributedSampler with "
+    "rank=dist.get_rank() // {size} and num_replicas=dist.get_world_size() // {size}."
 )
 _REDUCE_UNUSED = (
     "FSDP2(reduce_unused=True) reduces zeros where every rank runs the unit that holds them, but cannot help with a "

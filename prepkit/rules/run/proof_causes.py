@@ -6,7 +6,6 @@ The first cause whose sum lies as near to what was recorded as rounding allows i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
@@ -14,7 +13,7 @@ from math import isclose, prod, sqrt
 
 from attrs import evolve, frozen
 
-from prepkit.facts.proof import GradientProof, ProofFacts
+from prepkit.facts.proof import GradientProof, ProofFacts, Vector, by_rank, counts, divided, kinds, mean
 from prepkit.findings.text import count, spans
 
 NEAR = 0.03
@@ -29,12 +28,12 @@ NOTHING = 1e-6
 LEAST = 2
 """Elements from which on a difference along the weight is no chance."""
 OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
+NONE_OF = "no gradient of rank "
+UNLIKE = "a sum in which a rank's part has another weight: "
 OWN = "each rank's own: nobody averages them"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
 BY_THE_RANKS = "sums divided by the samples of all ranks, whose average is taken too"
 OTHER_ON_EACH = "as they should be behind the backward, and the program has changed them since, other on each rank"
-
-Vector = tuple[float, ...]
 
 
 @frozen
@@ -57,42 +56,6 @@ class Cause:
 # --- what the shares should add up to ---------------------------------------------------------------------------------
 
 
-def counts(facts: ProofFacts) -> dict[int, int]:
-    """Micro-batches of each rank."""
-    found = dict.fromkeys(range(facts.world), 0)
-    for share in facts.shares:
-        found[share.rank] += 1
-    return found
-
-
-def mean(facts: ProofFacts) -> Vector:
-    """The average by definition: over the micro-batches of a rank, and over the ranks."""
-    number = counts(facts)
-    return tuple(1 / (facts.world * (facts.divides or number[share.rank])) for share in facts.shares)
-
-
-def kinds(facts: ProofFacts) -> int:
-    """The same where a window does not say by what it divides: the losses of one kind are averaged."""
-    return tasks(facts) if facts.divides is None else 1
-
-
-def tasks(facts: ProofFacts) -> int:
-    """Return how many kinds of losses each rank has equally many of, as of several tasks.
-
-    Where a window says by how many micro-batches it divides, a loss of each kind in every one of them.
-    """
-    each = {rank: Counter(one.kind for one in facts.shares if one.rank == rank) for rank in counts(facts)}
-    numbers = {number for found in each.values() for number in found.values()}
-    several = {len(found) for found in each.values()}
-    regular = len(numbers) == len(several) == 1 and facts.divides in (None, *numbers)
-    return several.pop() if regular else 1
-
-
-def _divided(facts: ProofFacts) -> int:
-    """By how many micro-batches each loss is to be divided."""
-    return facts.divides or max(counts(facts).values(), default=1) // kinds(facts)
-
-
 def _common_weight(facts: ProofFacts) -> float | None:
     """The factor that all losses carry; None: they carry different ones."""
     weights = [share.weight for share in facts.shares]
@@ -108,7 +71,7 @@ def _own(facts: ProofFacts) -> Iterator[float]:
 
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
-    weight, micros, world = _common_weight(facts), _divided(facts), facts.world
+    weight, micros, world = _common_weight(facts), divided(facts), facts.world
     if weight is None or facts.wasted or any(near(weight, by * own) for own in _own(facts) for by in {1, kinds(facts)}):
         return None  # where some were cleared, that explains the number
     known, weight = facts.accumulation is not None, weight / kinds(facts)
@@ -224,7 +187,7 @@ class _Aim:
         ratio = _fitted(one, copy, sums)
         if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
-            if all(share.given for share in self.facts.shares) and near(ratio * _divided(self.facts), 1.0):
+            if all(share.given for share in self.facts.shares) and near(ratio * divided(self.facts), 1.0):
                 return None  # a stage that divides what it is given by the micro-batches
             if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
@@ -237,6 +200,8 @@ class _Aim:
             *_parts(self.facts, sums, one.holders[copy]),
         ):
             ratio, length = _fitted(one, copy, other), sqrt(_square(one.gram, other))
+            if cause.why.startswith(NONE_OF) and (not near(ratio, 1.0) or _apart(one)):
+                continue  # as it is behind a true average alone
             if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
                 length * relative, allowed
             ):
@@ -254,7 +219,18 @@ class _Aim:
         off = _distance(one, copy, sums) / size if size else 0.0
         if self.as_left(one):
             return Cause("prove.direction", OTHER_ON_EACH, cosine=cosine, off=off) if _apart(one) else None
-        return Cause("prove.direction", "no sum of the micro-batches' gradients", cosine=cosine, off=off)
+        why = self._unlike(one, copy) or "no sum of the micro-batches' gradients"
+        return Cause("prove.direction", why, cosine=cosine, off=off)
+
+    def _unlike(self, one: GradientProof, copy: int) -> str:
+        """Words for a sum in which each rank's part has a factor of its own; empty: it is none."""
+        by = by_rank(one, copy, self.sums, self.facts)
+        if by is None:
+            return ""
+        near_by = tuple(by[share.rank] * a for a, share in zip(self.sums, self.facts.shares, strict=True))
+        if _distance(one, copy, near_by) > max(1.0, *map(abs, by)) * self.allowed(one):
+            return ""
+        return UNLIKE + ", ".join(f"{factor:.2f} x of rank {rank}" for rank, factor in enumerate(by))
 
     def as_left(self, one: GradientProof) -> bool:
         """Return whether backward has left it as it should be, and the program has written into it since."""
@@ -322,7 +298,7 @@ def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
     if weighed is not None and near(rest, 1.0):
         return Cause(weighed.rule, weighed.why, ratio)
     also = f", and {weighed.why}" if weighed is not None else ""
-    world, micros, scale = facts.world, _divided(facts), facts.scale
+    world, micros, scale = facts.world, divided(facts), facts.scale
     or_micros, or_divided = (
         f" (or {how} by the {micros} micro-batches)" * (micros == world) for how in ("multiplied", "divided once more")
     )
@@ -343,6 +319,9 @@ def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
 def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause, Vector]]:
     """Causes that leave something out, each with the sum of shares that it makes."""
     world, micros = facts.world, max(counts(facts).values(), default=1)
+    for rank in range(world) if world > 1 else ():
+        rest = tuple(0.0 if share.rank == rank else a for a, share in zip(sums, facts.shares, strict=True))
+        yield Cause("prove.no-gradient", f"{NONE_OF}{rank}"), rest
     for rank in range(world) if world > 1 else ():
         yield Cause("prove.not-averaged", "", rank=rank), _only(facts, sums, {rank})
     for group in _groups(world, holder):
@@ -371,12 +350,15 @@ def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause
             )
             why = "averaged over the last micro-batch, and each rank's own over those before"
             yield Cause("prove.not-averaged", why), own
-            late = tuple(
-                a * world * (share.rank == holder) if share.micro == last else a
-                for a, share in zip(sums, facts.shares, strict=True)
-            )
-            why = "averaged before the last micro-batch, and each rank's own in it"
-            yield Cause("prove.not-averaged", why), late
+            for later in range(last):
+                late = tuple(
+                    a * world * (share.rank == holder) if share.micro > later else a
+                    for a, share in zip(sums, facts.shares, strict=True)
+                )
+                why = "averaged before the last micro-batch, and each rank's own in it"
+                if later < last - 1:
+                    why = f"averaged up to micro-batch {later} of {micros}, and each rank's own in those behind it"
+                yield Cause("prove.not-averaged", why), late
 
 
 def _clipped_apart(facts: ProofFacts, sums: Vector) -> Iterator[tuple[Cause, Vector]]:

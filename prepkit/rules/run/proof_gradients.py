@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts
+from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, tasks
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
     BY_EACH_RANK,
     BY_THE_RANKS,
+    NONE_OF,
     OF_ITS_PART,
     OTHER_ON_EACH,
     OWN,
+    UNLIKE,
     Cause,
     aim_of,
     causes,
-    counts,
-    kinds,
     near,
     norm,
 )
 
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 """Rules about what a program that puts gradients together itself may mean."""
-ALMOST = 0.9  # the cosine from which on a direction is nearly the right one
+ALMOST, LITTLE = 0.9, 0.3  # cosine and distance up to which a gradient is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
+_COUNTS = "Give mean_over the number of labels that count in this loss: (labels != -100).sum()."
+_ELSEWHERE = (
+    "Let the engine clip: Config(clip=pk.ClipNorm(...)), or gradient_clipping of DeepSpeed, which keeps gradients "
+    "elsewhere than in param.grad."
+)
+_OF_A_RANK = "Look for what a rank does otherwise than others: a .detach(), a hook, a scale or a branch by rank."
 _ONCE = "Go backward once over each loss: with retain_graph=True too, a second backward adds its gradients again."
 _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by the samples of all ranks."
 _CUT = (
@@ -105,7 +112,9 @@ def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts)
         return _ONE_SEED
     if _early(rule, facts):
         return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
-    if rule == "prove.direction" and cause.cosine > ALMOST:
+    if cause.why.startswith(UNLIKE):
+        return _OF_A_RANK
+    if rule == "prove.direction" and cause.cosine > ALMOST and cause.off < LITTLE:
         return (
             "Look for what rounds or changes a little of each gradient: a hook, a cast, autocast around the backward."
         )
@@ -176,10 +185,11 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("loop", f"{said}, and it does not train.", _REACHES)
     for cause, names in causes(facts):
         if cause.rule == "prove.no-gradient":
-            had = f"a gradient of {cause.why}" if cause.why else "no gradient"
+            of_a_rank = cause.why.startswith(NONE_OF)
+            had = cause.why if of_a_rank else f"a gradient of {cause.why}" if cause.why else "no gradient"
             said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
-            yield Hit(at(names[0]), what, _FREEZE if cause.why else "")
+            yield Hit(at(names[0]), what, _OF_A_RANK if of_a_rank else _FREEZE if cause.why else "")
     by: dict[str, list[str]] = {}
     for name, how in cut(facts).items():
         by.setdefault(how, []).append(name)
@@ -224,7 +234,8 @@ def clipped(facts: ProofFacts) -> Iterator[Hit]:
         )
         yield Hit("gradients", what)
     elif abs(off - 1) > 0.1 and not causes(facts):
-        yield Hit("gradients", f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}.")
+        what = f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}."
+        yield Hit("gradients", what, "" if clip.seen else _ELSEWHERE)
 
 
 def not_clipped(facts: ProofFacts) -> Iterator[Hit]:
@@ -256,6 +267,25 @@ def unlike_losses(facts: ProofFacts) -> Iterator[Hit]:
             none = tuple(rank for rank, weight in by.items() if not weight)
             what = f"The losses of rank {spans(none)} are multiplied by 0, and are made over as many elements as others"
             yield Hit("loss", f"{what}: their samples train nothing, and count in the mean over ranks{line}.", _EMPTY)
+
+
+def tokens(facts: ProofFacts) -> Iterator[Hit]:
+    """Samples that weigh more than others, and numbers of labels that are others."""
+    by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
+    for share in facts.shares:
+        by.setdefault(share.kind if tasks(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
+    found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
+    apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
+    if facts.miscounted:
+        yield Hit("loss", f"{facts.miscounted}.", _COUNTS)
+    if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
+        return
+    most, least = apart[0]
+    places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]
+    ratio = most[0] / least[0] if least[0] > 0 else float("inf")
+    alike = len({share.count for share in facts.shares}) == 1
+    fix = "Give every loss of a step the same factor; override, where one is meant to weigh more." if alike else ""
+    yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.", fix)
 
 
 def weights_by_rank(facts: ProofFacts) -> dict[int, float] | None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import sqrt
-from operator import itemgetter
 
 from attrs import evolve
 
-from prepkit.facts.proof import LossShare, ProofFacts, StepProof
+from prepkit.facts.proof import ProofFacts, StepProof, counts, mean
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, counts, mean, norm, steps_apart, tasks
+from prepkit.rules.run.proof_causes import MARGIN, causes, norm, steps_apart
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
@@ -27,11 +26,16 @@ from prepkit.rules.run.proof_gradients import (
     not_clipped,
     only_in,
     past_wrapper,
+    tokens,
     unlike_losses,
     weights_by_rank,
     written,
 )
 
+_BY_RANK = (
+    "Let all ranks compute alike: look for a hook, a scale, a mask or a branch by rank; else keep what a forward "
+    "changes (a counter) in buffers, and draw from torch's generator."
+)
 _REPEATS = (
     "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
     "has neither, look at what computes the forward, as an engine that changes outputs."
@@ -91,22 +95,6 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
             yield cause.why, tuple(name for name in names if decays[name] == decay), decay
 
 
-def _tokens(facts: ProofFacts) -> Iterator[Hit]:
-    by: dict[int, list[tuple[float, LossShare]]] = {}  # losses of several tasks are no samples of one
-    for share in facts.shares:
-        by.setdefault(share.kind if tasks(facts) > 1 else 0, []).append((abs(share.each or 0.0), share))
-    found = [(max(every, key=itemgetter(0)), min(every, key=itemgetter(0))) for every in by.values()]
-    apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
-    if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
-        return
-    most, least = apart[0]
-    places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]
-    ratio = most[0] / least[0] if least[0] > 0 else float("inf")
-    alike = len({share.count for share in facts.shares}) == 1
-    fix = "Give every loss of a step the same factor; override, where one is meant to weigh more." if alike else ""
-    yield Hit("loss", f"A sample, or token that counts, in {places[0]} weighs {ratio:.2f} x one in {places[1]}.", fix)
-
-
 def _after(facts: ProofFacts) -> Iterator[Hit]:
     told = facts.first_apart or causes(facts) or facts.options_apart or facts.state_apart
     if not (told or steps_apart(facts) or list(_uneven(facts))):
@@ -138,10 +126,12 @@ def _options(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _samples(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.same_samples:
-        yield Hit(
-            "loaders", f"All {facts.world} ranks have read the same samples: their average is what one of them has."
-        )
+    who = "; ".join(f"ranks {spans(ranks)}" for ranks in facts.same_samples)
+    if any(len(ranks) == facts.world for ranks in facts.same_samples):
+        said = f"All {facts.world} ranks have read the same samples: their average is what one of them has"
+        yield Hit("loaders", f"{said}.")
+    elif who:
+        yield Hit("loaders", f"Some ranks have read the same samples as others ({who}): these count as one of them.")
 
 
 def _same_draws(facts: ProofFacts) -> Iterator[Hit]:
@@ -273,8 +263,10 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
     for why in facts.unstepped:
         yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
     if facts.unrepeated and not (facts.outputs or facts.options_apart or weights_by_rank(facts)):
-        what = f"The forward does not repeat: {facts.unrepeated}. Gradients were not compared."
-        yield Hit("proof", what, _PATCHED if facts.unreached else _REPEATS)
+        on = f" of rank {spans(facts.unrepeated_on)} does not repeat, and that of rank 0, which was copied, does"
+        who = on if facts.unrepeated_on else " does not repeat"
+        what = f"The forward{who}: {facts.unrepeated}. Gradients were not compared."
+        yield Hit("proof", what, _PATCHED if facts.unreached else _BY_RANK if facts.unrepeated_on else _REPEATS)
 
 
 def _outputs(facts: ProofFacts) -> Iterator[Hit]:
@@ -363,7 +355,7 @@ RULES: tuple[Rule, ...] = (
         "Each sample, or token that counts, weighs as much as any other of the step.",
         "Divide the sum of the losses by the tokens of all ranks and micro-batches: mean_over= in ready.backward, "
         "num_items_in_batch in transformers; else override, where a mean of means is meant.",
-        _tokens,
+        tokens,
         severity=Severity.WARNING,
     ),
     _row(
@@ -417,7 +409,8 @@ RULES: tuple[Rule, ...] = (
     _row(
         "prove.micro-batch",
         "Every micro-batch of a step counts in its gradients.",
-        "Clear gradients after the step alone, step after the last micro-batch, and leave no_sync() before that.",
+        "Clear gradients after the step alone, step after the last micro-batch, and leave no_sync() before that; a "
+        "DeepSpeed engine counts by itself: call its step() after each backward.",
         micro_batch,
     ),
     _row(
