@@ -23,7 +23,7 @@ from prepkit.observe.fingerprints.parts import Part
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.averaging import unaveraged
 from prepkit.observe.prepared.modules import rate
-from prepkit.observe.prepared.optimizers import inner
+from prepkit.observe.prepared.optimizers import counted, inner
 
 Pair = tuple[str, str]
 
@@ -37,7 +37,7 @@ def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> Cou
         resting=tuple(site.path for site in places if site.first and _rests(site.module)),
         unaveraged=tuple(site.path for site in places for one in site.stack if _unsynced(one)) + unaveraged(places),
         options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one)),
-        counts=tuple(map(_count, known)),
+        counts=tuple(map(counted, known)),
         ticked=ticked if isinstance(ticked, int) else None,
         horizon=None if driver is None else horizon(driver),
     )
@@ -63,16 +63,6 @@ def _options(at: int, many: int, optimizer: Any) -> Iterator[Pair]:
 
 def _plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str) or (isinstance(value, tuple | list) and all(map(_plain, value)))
-
-
-def _count(optimizer: Any) -> int | None:
-    """The highest of the counts that stand on the CPU, where reading one waits for nobody."""
-    found = -1
-    for state in getattr(optimizer, "state", {}).values():
-        step = state.get("step") if isinstance(state, dict) else None
-        if isinstance(step, int | float) or (isinstance(step, Tensor) and step.device.type == "cpu"):
-            found = max(found, int(step))
-    return None if found < 0 else found
 
 
 def not_finite(held: Mapping[str, Part], names: Iterable[str]) -> tuple[str, ...]:

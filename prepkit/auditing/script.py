@@ -163,8 +163,8 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
     model = _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
-    heard = None if window is None else window.facts(alive)
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
+    heard = None if window is None else window.facts(alive, inner(scheduler))
     found = audit(model, optimizers, scheduler, _loaders(alive), ask_ranks=ask_ranks, at_step=made, window=heard)
     others = () if window is None else tuple(_of_others(model, roots, alive, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import checkpoint as checkpoints
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
@@ -30,6 +33,8 @@ from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import averages_weights, frames_above, line_of_program
 from prepkit.observe.prepared.loaders import language_config, odd_batch
+from prepkit.observe.prepared.look import averages
+from prepkit.observe.prepared.modules import generator
 from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
@@ -74,6 +79,8 @@ class Window:
     undivided: bool = False
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
+    forgetful: dict[str, None] = field(factory=dict)
+    renormalised: dict[str, None] = field(factory=dict)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -83,6 +90,8 @@ class Window:
     _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+    _ticked: dict[int, int] = field(factory=dict)
+    """Per scheduler how often it was ticked after something went backward."""
 
     @contextmanager
     def on(self) -> Iterator[Window]:
@@ -102,6 +111,10 @@ class Window:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
+            stack.enter_context(around_calls(LRScheduler, "step", self._ticks))
+            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._recomputes))
+            without = "_checkpoint_without_reentrant_generator"
+            stack.enter_context(around_calls(checkpoints, without, self._checkpoints))
             for name in SENDS:
                 sends = partial(self._sends, name)
                 stack.enter_context(around_calls(distributed_c10d, name, sends, also=dist))
@@ -110,7 +123,7 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
-    def facts(self, alive: list[Any]) -> WindowFacts:
+    def facts(self, alive: list[Any], scheduler: Any = None) -> WindowFacts:
         """What was heard so far. Reads on in streams that several workers give, which nobody reads afterwards."""
         trainer, steps, ticks = _planned()
         return WindowFacts(
@@ -125,6 +138,9 @@ class Window:
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
+            forgetful=tuple(self.forgetful),
+            renormalised=tuple(self.renormalised),
+            ticked=self._ticked.get(id(scheduler), 0),
             backwards=self.backwards,
             communicates=self.communicates,
             averages_weights=averages_weights(self.reduced),
@@ -211,11 +227,61 @@ class Window:
             self._loads[id(module)] = weakref.ref(module), told
         return result
 
+    def _ticks(self, plain: Any, scheduler: Any, *given: Any, **named: Any) -> Any:
+        anew = not getattr(scheduler, "_step_count", 0)  # as it is made
+        self._ticked[id(scheduler)] = 0 if anew else self._ticked.get(id(scheduler), 0) + bool(self.backwards)
+        return plain(scheduler, *given, **named)
+
     def _compile(self, plain: Any, model: Any = None, *given: Any, **named: Any) -> Any:
         result = plain(model, *given, **named)
         if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
             self._compiled.append((weakref.ref(model), weakref.ref(result)))
         return result
+
+    def _recomputes(self, plain: Any, ctx: Any, function: Any, keeps: bool, *given: Any) -> Any:
+        with self._recomputed(function, keeps=keeps):
+            return plain(ctx, function, keeps, *given)
+
+    def _checkpoints(
+        self,
+        plain: Any,
+        function: Any,
+        keeps: bool = True,
+        around: Any = None,
+        *given: Any,
+        **named: Any,
+    ) -> Iterator[None]:
+        around = checkpoints.noop_context_fn if around is None else around
+        before_and_after = plain(function, keeps, around, *given, **named)
+        if not torch.is_grad_enabled():
+            yield from before_and_after
+            return
+        next(before_and_after)
+        with self._recomputed(function, keeps=keeps or around is not checkpoints.noop_context_fn):
+            try:
+                yield
+            except BaseException as error:
+                before_and_after.throw(error)
+                raise
+        yield from before_and_after
+
+    @contextmanager
+    def _recomputed(self, function: Any, *, keeps: bool) -> Iterator[None]:
+        """Around the first forward of what is checkpointed; ``keeps``: its second will draw the same."""
+        name = type(function).__name__ if isinstance(function, nn.Module) else _called(function)
+
+        def enters(module: nn.Module, _: Any) -> None:
+            if averages(module):
+                self.renormalised[name] = None
+
+        handle = register_module_forward_pre_hook(enters)
+        before = None if keeps else _drawn()
+        try:
+            yield
+        finally:
+            handle.remove()
+        if before is not None and before != _drawn():
+            self.forgetful[name] = None
 
     def _idle(self) -> Iterator[str]:
         roots = [module for one in self._called.values() if (module := one()) is not None]
@@ -265,6 +331,18 @@ def _float16_units(root: nn.Module) -> Iterator[str]:
             options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
         if getattr(options, "param_dtype", None) == torch.float16:
             yield type(options).__name__
+
+
+def _drawn() -> tuple[float, ...]:
+    """Where the generators of the CPU and of the accelerator are."""
+    device = torch.accelerator.current_accelerator()
+    return tuple(generator(kind) for kind in dict.fromkeys(("cpu", device.type if device is not None else "cpu")))
+
+
+def _called(function: Any) -> str:
+    """The name of a function, of a method with its class, or of what a ``partial`` calls."""
+    inside = getattr(function, "func", function)
+    return str(getattr(inside, "__qualname__", type(inside).__name__))
 
 
 def _alike(key: str, name: str) -> bool:

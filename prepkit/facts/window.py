@@ -96,6 +96,12 @@ class WindowFacts:
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     workers: tuple[WorkersAlike, ...] = ()
+    forgetful: tuple[str, ...] = ()
+    """What was checkpointed, without its random numbers, and has drawn some."""
+    renormalised: tuple[str, ...] = ()
+    """What was checkpointed with a batch norm inside that averages what it sees."""
+    ticked: int = 0
+    """How often the scheduler was ticked after something went backward."""
     backwards: int = 0
     """How often it went backward."""
     undivided: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
@@ -514,6 +516,32 @@ def recomputed(rank: int, world: int) -> None:
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
 
 
+def recomputed_with_nothing_to_draw(rank: int, world: int) -> None:
+    """What draws and what averages stands outside, rests, or is not trained."""
+    model, norm = net(dropout=0.1), nn.BatchNorm1d(WIDTH).eval()
+    with torch.no_grad():
+        checkpoint(model.blocks[0], X, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(nn.BatchNorm1d(WIDTH), X, use_reentrant=False)
+    x = model.enter(X)
+    for block in model.blocks:
+        inner, reentrant = block.inner, block is model.blocks[0]
+        x = checkpoint(lambda x, inner=inner: norm(inner(x)), x, use_reentrant=reentrant, preserve_rng_state=False)
+        x = block.drop(x)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def seeded(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return fn.dropout(x, 0.1)
+
+
+def recomputed_with_a_seed_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    x = checkpoint(seeded, model(X), use_reentrant=False, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(x, Y))
+
+
 def accumulated(rank: int, world: int) -> None:
     model = net()
     optimizer = adam(model)
@@ -555,7 +583,92 @@ def ticked_by_epoch(rank: int, world: int) -> None:
     with_schedule(lambda optimizer: rates.MultiStepLR(optimizer, [2, 4]), steps=100)
 
 
+def saved_after(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an earlier run has saved of its optimizer and of its schedule."""
+    model = net()
+    optimizer = adam(model)
+    scheduler = rates.OneCycleLR(optimizer, 1e-2, total_steps=100)
+    with redirected():
+        for _ in range(steps):
+            taken(model, optimizer, loss_of(model))
+            scheduler.step()
+    return optimizer.state_dict(), scheduler.state_dict()
+
+
+@contextmanager
+def redirected() -> Iterator[None]:
+    """Inside, steps are those of an earlier run, which no audit of this one hears."""
+    hooks = {**_global_optimizer_pre_hooks}
+    _global_optimizer_pre_hooks.clear()
+    try:
+        yield
+    finally:
+        _global_optimizer_pre_hooks.update(hooks)
+
+
+def resumed(*, scheduler_too: bool) -> None:
+    model, (state, at) = net(), saved_after(3)
+    optimizer = adam(model)
+    scheduler = rates.OneCycleLR(optimizer, 1e-2, total_steps=100)
+    optimizer.load_state_dict(state)
+    if scheduler_too:
+        scheduler.load_state_dict(at)
+    taken(model, optimizer, loss_of(model))
+    scheduler.step()
+
+
+def resumed_with_its_schedule(rank: int, world: int) -> None:
+    resumed(scheduler_too=True)
+
+
+def resumed_inside_the_first_pass(rank: int, world: int) -> None:
+    model, (state, _) = net(), saved_after(3)
+    optimizer = adam(model)
+    scheduler = rates.StepLR(optimizer, 30)
+    optimizer.load_state_dict(state)
+    taken(model, optimizer, loss_of(model))
+    scheduler.step()
+
+
+def wound_forward(rank: int, world: int) -> None:
+    """As a run goes on whose optimizer has no state."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for _ in range(10):
+        scheduler.step()
+    taken(model, optimizer, loss_of(model))
+
+
+def ticked_behind_a_step_that_the_scaler_refused(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = adam(model)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for times in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model) * times).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+
 # --- libraries ---
+
+
+def ticked_in_windows_of_accelerate(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    ours = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = net()
+    optimizer = adam(model)
+    scheduler = rates.CosineAnnealingLR(optimizer, 2)
+    model, optimizer, loader, scheduler = ours.prepare(model, optimizer, DataLoader(rows(), 4, shuffle=True), scheduler)
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
 
 
 def accelerated_in_windows(rank: int, world: int) -> None:
@@ -794,9 +907,12 @@ _ONE = (
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
     *(lent_weights, ensemble),
+    *(recomputed_with_nothing_to_draw, recomputed_with_a_seed_of_its_own),
     *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
-    *(falling_to_nothing, ticked_by_epoch),
+    *(falling_to_nothing, ticked_by_epoch, resumed_with_its_schedule, resumed_inside_the_first_pass, wound_forward),
+    *(ticked_behind_a_step_that_the_scaler_refused,),
 )
+_ACCELERATED = (accelerated_in_windows, accelerated_and_divided_by_hand, ticked_in_windows_of_accelerate)
 _TWO = (
     *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
     *(shards_with_two_optimizers, shards_in_float16_scaled, scaled_under_ddp, epochs_of_a_sampler),
@@ -804,7 +920,7 @@ _TWO = (
 )
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),
-    *(Loop(run, "accelerate") for run in (accelerated_in_windows, accelerated_and_divided_by_hand)),
+    *(Loop(run, "accelerate") for run in _ACCELERATED),
     Loop(labels_of_a_model_that_shifts_none),
     Loop(pads_that_do_not_count, "transformers"),
     Loop(trainer_with_a_schedule, "transformers"),

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.audit.by_libraries import engine_of
@@ -24,6 +25,7 @@ from tests.audit.loops import (
     loss_of,
     one_seed,
     over,
+    resumed,
     taken,
     text_model,
     trained_by_lightning,
@@ -123,6 +125,29 @@ def teacher_loaded_without_its_prefix(rank: int, world: int) -> None:
     taken(model, adam(model), fn.mse_loss(model(X), teacher(X)))
 
 
+def recomputed_with_other_random_numbers(rank: int, world: int) -> None:
+    model = net(dropout=0.3)
+    x = checkpoint(model.blocks[0], model.enter(X), use_reentrant=False, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def recomputed_reentrantly_with_other_random_numbers(rank: int, world: int) -> None:
+    model = net()
+
+    def dropped(x: Tensor) -> Tensor:
+        return fn.dropout(model.blocks[0](x), 0.3)
+
+    x = checkpoint(dropped, model.enter(X), use_reentrant=True, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def recomputed_over_norms(rank: int, world: int) -> None:
+    model, norm = net(), nn.BatchNorm1d(WIDTH)
+    for reentrant in (True, False):
+        x = checkpoint(lambda x: norm(model.blocks[0](x)), model.enter(X), use_reentrant=reentrant)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
 def compiled_and_called_uncompiled(rank: int, world: int) -> None:
     model = net()
     torch.compile(model, backend="eager")
@@ -196,6 +221,28 @@ def other_model_replaced_under_its_optimizer(rank: int, world: int) -> None:
     assert second is not None
 
 
+def ticked_at_the_top(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = rates.MultiStepLR(optimizer, [1, 30])
+    scheduler.step()
+    taken(model, optimizer, loss_of(model))
+
+
+def ticked_by_micro_batch(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for _ in range(3):
+        (loss_of(model) / 4).backward()
+        scheduler.step()
+    optimizer.step()
+
+
+def resumed_without_its_schedule(rank: int, world: int) -> None:
+    resumed(scheduler_too=False)
+
+
 def shorter_than_the_trainer(rank: int, world: int) -> None:
     trained_by_transformers(lambda optimizer: rates.LinearLR(optimizer, 1.0, 0.0, total_iters=3))
 
@@ -245,10 +292,15 @@ WRONG: tuple[Loop, ...] = (
     Loop(logits_under_nll, rule="run.softmax-twice"),
     Loop(clipped_before_backward, rule="run.clipped-scaled"),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
+    Loop(recomputed_with_other_random_numbers, rule="run.checkpoint-forgets"),
+    Loop(recomputed_reentrantly_with_other_random_numbers, rule="run.checkpoint-forgets"),
+    Loop(recomputed_over_norms, rule="run.checkpoint-norms"),
     Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
     Loop(compiled_again_and_again, rule="run.recompiled"),
     *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),
     Loop(workers_with_copies_of_a_generator, rule="run.workers-alike"),
+    *(Loop(run, rule="run.ticked-early") for run in (ticked_at_the_top, ticked_by_micro_batch)),
+    Loop(resumed_without_its_schedule, rule="run.ticked-early"),
     Loop(backward_past_accelerate, "accelerate", rule="run.undivided"),
     Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),
     *(

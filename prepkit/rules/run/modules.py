@@ -35,12 +35,18 @@ def _forgetful(facts: RunFacts) -> Iterator[Hit]:
     if facts.forgetful:
         what = f"Checkpointed with preserve_rng_state=False over dropout: {some(facts.forgetful)}."
         yield Hit(at(facts.forgetful[0]), f"{what} Backward drops other elements than forward did.")
+    elif facts.window is not None and facts.window.forgetful:
+        what = f"Checkpointed with preserve_rng_state=False, and draws random numbers: {some(facts.window.forgetful)}."
+        yield Hit("model", f"{what} Backward draws others than forward did.")
 
 
 def _renormalised(facts: RunFacts) -> Iterator[Hit]:
     if facts.renormalised:
         what = f"Checkpointed over batch norms, which average each batch twice: {some(facts.renormalised)}."
         yield Hit(at(facts.renormalised[0]), what)
+    elif facts.window is not None and facts.window.renormalised:
+        what = f"Checkpointed over batch norms, which average each batch twice: {some(facts.window.renormalised)}."
+        yield Hit("model", what)
 
 
 def _softmax(facts: RunFacts) -> Iterator[Hit]:
