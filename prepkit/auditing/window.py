@@ -30,11 +30,11 @@ from prepkit.auditing import workers
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
-from prepkit.objects.names import unwrap_root
+from prepkit.objects.names import sites, unwrap_root
 from prepkit.observe.prepared.around import averages_weights, frames_above, line_of_program
 from prepkit.observe.prepared.loaders import language_config, odd_batch
 from prepkit.observe.prepared.look import averages
-from prepkit.observe.prepared.modules import generator
+from prepkit.observe.prepared.modules import elsewhere, generator
 from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
@@ -90,6 +90,8 @@ class Window:
     _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+    _entered: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+    """Modules that were called from outside of any other, be it without gradients."""
     _ticked: dict[int, int] = field(factory=dict)
     """Per scheduler how often it was ticked after something went backward."""
 
@@ -123,7 +125,7 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
-    def facts(self, alive: list[Any], scheduler: Any = None) -> WindowFacts:
+    def facts(self, alive: list[Any], model: nn.Module, scheduler: Any = None) -> WindowFacts:
         """What was heard so far. Reads on in streams that several workers give, which nobody reads afterwards."""
         trainer, steps, ticks = _planned()
         return WindowFacts(
@@ -140,6 +142,7 @@ class Window:
             undivided=self.undivided,
             forgetful=tuple(self.forgetful),
             renormalised=tuple(self.renormalised),
+            elsewhere=tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0),
             backwards=self.backwards,
             communicates=self.communicates,
@@ -154,6 +157,7 @@ class Window:
     def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
+        self._entered[id(module)] = weakref.ref(module)
         if not torch.is_grad_enabled():
             return
         inside = unwrap_root(module)[-1]
@@ -282,6 +286,12 @@ class Window:
             handle.remove()
         if before is not None and before != _drawn():
             self.forgetful[name] = None
+
+    def _elsewhere(self, model: nn.Module) -> Iterator[str]:
+        known = {id(one) for one in model.modules()}
+        for module in [one() for one in self._entered.values()]:
+            if module is not None and id(module) not in known and elsewhere(sites(module), known):
+                yield type(module).__name__
 
     def _idle(self) -> Iterator[str]:
         roots = [module for one in self._called.values() if (module := one()) is not None]

@@ -100,6 +100,8 @@ class WindowFacts:
     """What was checkpointed, without its random numbers, and has drawn some."""
     renormalised: tuple[str, ...] = ()
     """What was checkpointed with a batch norm inside that averages what it sees."""
+    elsewhere: tuple[str, ...] = ()
+    """Classes of other models that were called, and whose ``forward`` runs the one that trains."""
     ticked: int = 0
     """How often the scheduler was ticked after something went backward."""
     backwards: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -374,6 +375,39 @@ def average_beside(rank: int, world: int) -> None:
     for _ in range(2):
         taken(model, optimizer, loss_of(model))
         average.update_parameters(model)
+
+
+def patched(model: nn.Module) -> nn.Module:
+    """A forward in a float of its own, as a method of the model that it computes with."""
+    plain = type(model).forward
+    model.forward = types.MethodType(lambda self, x: plain(self, x).float(), model)  # type: ignore[method-assign]
+    return model
+
+
+def average_of_a_patched_model(rank: int, world: int) -> None:
+    """A copy of a method is one of the copy."""
+    model = patched(net())
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        wanted = average(X)
+    taken(model, adam(model), fn.mse_loss(model(X), wanted + 1))
+
+
+def copy_that_only_keeps_weights(rank: int, world: int) -> None:
+    """Its forward runs the model that it was copied from, and nobody calls it."""
+    model = net()
+    plain = model.forward
+    model.forward = lambda x: plain(x).float()  # type: ignore[method-assign]
+    kept = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    taken(model, adam(model), loss_of(model))
+    assert kept is not None
+
+
+def body_behind_a_forward_of_its_own(rank: int, world: int) -> None:
+    model, activation = net(), nn.Tanh()
+    body = nn.Sequential(model)
+    body.forward = lambda x: activation(model(x))  # type: ignore[method-assign]
+    taken(body, adam(body), loss_of(body))
 
 
 def optimizer_made_again(rank: int, world: int) -> None:
@@ -905,6 +939,7 @@ _ONE = (
     *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
     *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
+    *(average_of_a_patched_model, copy_that_only_keeps_weights, body_behind_a_forward_of_its_own),
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
     *(lent_weights, ensemble),
     *(recomputed_with_nothing_to_draw, recomputed_with_a_seed_of_its_own),

@@ -257,6 +257,7 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
+    "run.forward-elsewhere": evolve(FINE, window=WindowFacts(elsewhere=("Net",))),
     "run.ticked-early": evolve(
         FINE,
         optimizers=tuple(evolve(one, counted=40) for one in FINE.optimizers),

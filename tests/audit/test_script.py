@@ -581,6 +581,6 @@ def test_a_number_of_micro_batches_that_a_loop_counts_itself_is_used(backwards: 
     with (heard := window.Window()).on():
         for _ in range(backwards):
             ours.backward(model(torch.ones(4, WIDTH)).square().sum())
-    found = audit(model, optimizer, at_step=True, window=heard.facts([]))
+    found = audit(model, optimizer, at_step=True, window=heard.facts([], model))
     accelerator()  # as it was before
     assert ("run.unused-window" in {one.rule for one in found.findings}) == (backwards == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 
@@ -146,6 +147,34 @@ def recomputed_over_norms(rank: int, world: int) -> None:
     for reentrant in (True, False):
         x = checkpoint(lambda x: norm(model.blocks[0](x)), model.enter(X), use_reentrant=reentrant)
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def average_that_runs_what_it_averages(rank: int, world: int) -> None:
+    model = net()
+    plain = model.forward
+    model.forward = lambda x: plain(x).clamp(-3, 3)  # type: ignore[method-assign]
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        wanted = average(X)
+    taken(model, adam(model), fn.mse_loss(model(X), wanted + 1))
+
+
+def average_that_runs_what_a_file_names(rank: int, world: int) -> None:
+    model = net()
+    names = {"plain": model.forward}
+    exec("def clamped(x): return plain(x).clamp(-3, 3)", names)  # as a script writes it
+    model.forward = names["clamped"]  # type: ignore[method-assign]
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        wanted = average(X)
+    taken(model, adam(model), fn.mse_loss(model(X), wanted + 1))
+
+
+def copy_that_trains_and_runs_its_original(rank: int, world: int) -> None:
+    first = net()
+    first.forward = torch.autocast("cpu", torch.bfloat16)(first.forward)  # type: ignore[method-assign]
+    model = copy.deepcopy(first)
+    taken(model, adam(model), model(X).float().square().mean())
 
 
 def compiled_and_called_uncompiled(rank: int, world: int) -> None:
@@ -295,6 +324,14 @@ WRONG: tuple[Loop, ...] = (
     Loop(recomputed_with_other_random_numbers, rule="run.checkpoint-forgets"),
     Loop(recomputed_reentrantly_with_other_random_numbers, rule="run.checkpoint-forgets"),
     Loop(recomputed_over_norms, rule="run.checkpoint-norms"),
+    *(
+        Loop(run, rule="run.forward-elsewhere")
+        for run in (
+            average_that_runs_what_it_averages,
+            average_that_runs_what_a_file_names,
+            copy_that_trains_and_runs_its_original,
+        )
+    ),
     Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
     Loop(compiled_again_and_again, rule="run.recompiled"),
     *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),

@@ -259,6 +259,9 @@ def _meta(facts: RunFacts) -> Iterator[Hit]:
 def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
     for path in facts.elsewhere:
         yield Hit(at(path), "`forward` was set on the object, and computes with modules that are not in this model.")
+    for name in facts.window.elsewhere if facts.window is not None else ():
+        what = f"`forward` was set on a `{name}` beside the model, and computes with the model: its own weights do nothing."
+        yield Hit(name, what)
 
 
 RULES: tuple[Rule, ...] = (
