@@ -88,6 +88,8 @@ class Window:
     _float16_units: dict[str, None] = field(factory=dict)
     _unscaled: set[int] = field(factory=set)
     _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
+    _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
+    """Names that were one parameter before a load that replaced parameters, with whose they are."""
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     _entered: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
@@ -137,6 +139,7 @@ class Window:
             clipped_none=self.clipped_none,
             squashed=tuple(self.squashed),
             loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
+            untied=tuple(self._untied()),
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
@@ -220,7 +223,9 @@ class Window:
         return plain(tensors, *given, **named)
 
     def _loaded(self, plain: Any, module: Any, state: Any, *given: Any, **named: Any) -> Any:
+        ties = _ties(module) if named.get("assign") or given[1:2] == (True,) else []
         result = plain(module, state, *given, **named)
+        self._ties += [(weakref.ref(module), *pair) for pair in ties]
         keys = [key for key in state if isinstance(key, str)]
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
         self._loads[id(module)] = weakref.ref(module), None
@@ -293,6 +298,15 @@ class Window:
             if module is not None and id(module) not in known and elsewhere(sites(module), known):
                 yield type(module).__name__
 
+    def _untied(self) -> Iterator[tuple[str, str]]:
+        """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
+        for owner, *pair in self._ties:
+            if (module := owner()) is not None:
+                named = dict(module.named_parameters(remove_duplicate=False))
+                one, other = (named.get(name) for name in pair)
+                if one is not None and other is not None and one is not other and _equal(one, other):
+                    yield pair[0], pair[1]
+
     def _idle(self) -> Iterator[str]:
         roots = [module for one in self._called.values() if (module := one()) is not None]
         inside = {id(module) for root in roots for module in root.modules()}
@@ -353,6 +367,21 @@ def _called(function: Any) -> str:
     """The name of a function, of a method with its class, or of what a ``partial`` calls."""
     inside = getattr(function, "func", function)
     return str(getattr(inside, "__qualname__", type(inside).__name__))
+
+
+def _ties(module: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names of one parameter: the first, and each other."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
+    return [(one, other) for one, other in pairs if one != other]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether they hold the same in two places. Reads both."""
+    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
+    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
+    return apart and torch.equal(one, other)
 
 
 def _alike(key: str, name: str) -> bool:

@@ -93,6 +93,8 @@ class WindowFacts:
     squashed: tuple[tuple[str, str], ...] = ()
     """Losses that were not given what they take: function, and what was computed before it, such as a softmax."""
     loaded: tuple[Loaded, ...] = ()
+    untied: tuple[tuple[str, str], ...] = ()
+    """Pairs of names that were one parameter before a ``load_state_dict(assign=True)``, and are two alike since."""
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     workers: tuple[WorkersAlike, ...] = ()

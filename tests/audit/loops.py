@@ -205,6 +205,29 @@ def loaded_and_replaced(rank: int, world: int) -> None:
     taken(model, adam(model), loss_of(model))
 
 
+def loaded_by_assignment(*, again: bool, alike: bool = True) -> nn.Module:
+    """Two layers that share a weight, made without data, and filled from a file that names both."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+        model[1].weight = model[0].weight
+    held = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+    held["1.weight"] = held["0.weight"].clone() if alike else torch.randn(WIDTH, WIDTH)
+    model.load_state_dict(held, assign=True)
+    if again:
+        model[1].weight = model[0].weight
+    return model
+
+
+def tied_again_after_a_load(rank: int, world: int) -> None:
+    model = loaded_by_assignment(again=True)
+    taken(model, adam(model), loss_of(model))
+
+
+def told_apart_by_a_load(rank: int, world: int) -> None:
+    model = loaded_by_assignment(again=False, alike=False)
+    taken(model, adam(model), loss_of(model))
+
+
 # --- compiled ---
 
 
@@ -939,6 +962,7 @@ _ONE = (
     *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
     *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
+    *(tied_again_after_a_load, told_apart_by_a_load),
     *(average_of_a_patched_model, copy_that_only_keeps_weights, body_behind_a_forward_of_its_own),
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
     *(lent_weights, ensemble),

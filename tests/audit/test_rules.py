@@ -257,6 +257,7 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
+    "run.tie-broken": evolve(FINE, window=WindowFacts(untied=(("embed.weight", "head.weight"),))),
     "run.forward-elsewhere": evolve(FINE, window=WindowFacts(elsewhere=("Net",))),
     "run.ticked-early": evolve(
         FINE,

@@ -23,6 +23,7 @@ from tests.audit.loops import (
     Noisy,
     X,
     Y,
+    loaded_by_assignment,
     loss_of,
     one_seed,
     over,
@@ -147,6 +148,11 @@ def recomputed_over_norms(rank: int, world: int) -> None:
     for reentrant in (True, False):
         x = checkpoint(lambda x: norm(model.blocks[0](x)), model.enter(X), use_reentrant=reentrant)
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def tie_lost_by_a_load(rank: int, world: int) -> None:
+    model = loaded_by_assignment(again=False)
+    taken(model, adam(model), loss_of(model))
 
 
 def average_that_runs_what_it_averages(rank: int, world: int) -> None:
@@ -332,6 +338,7 @@ WRONG: tuple[Loop, ...] = (
             copy_that_trains_and_runs_its_original,
         )
     ),
+    Loop(tie_lost_by_a_load, rule="run.tie-broken"),
     Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
     Loop(compiled_again_and_again, rule="run.recompiled"),
     *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),
