@@ -185,6 +185,23 @@ def test_a_rank_that_skips_its_step_is_given_up(run: Auditor) -> None:
     assert "Traceback" not in err
 
 
+COPIED = f"""{MODEL}
+import copy
+model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+trained = copy.deepcopy(model)
+optimizer = torch.optim.AdamW(trained.parameters())
+trained(data[0][0]).float().square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_a_copy_that_trains_is_audited_and_not_what_its_forward_runs(run: Auditor) -> None:
+    code, out, err = run(COPIED, "train.py")
+    assert code == 1, err
+    assert "error run.forward-elsewhere at model: `forward` was set on the object" in out
+    assert "run.orphans" not in out
+
+
 def test_a_trainer_is_audited_at_its_first_step(run: Auditor) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
