@@ -24,7 +24,7 @@ from prepkit.observe.fingerprints.parts import Part
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.averaging import unaveraged
 from prepkit.observe.prepared.modules import rate
-from prepkit.observe.prepared.optimizers import inner
+from prepkit.observe.prepared.optimizers import counted, inner
 from prepkit.saving.saved_facts import CYCLED, cycles_momentum
 
 Pair = tuple[str, str]
@@ -40,7 +40,7 @@ def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> Cou
         resting=tuple(site.path for site in places if site.first and _rests(site.module)),
         unaveraged=tuple(site.path for site in places for one in site.stack if _unsynced(one)) + unaveraged(places),
         options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one, moved)),
-        counts=tuple(map(_count, known)),
+        counts=tuple(map(counted, known)),
         rate=_rate([group.get("lr") for one in known for group in one.param_groups]),
         ticked=ticked if isinstance(ticked, int) else None,
         horizon=None if driver is None else horizon(driver),
@@ -77,16 +77,6 @@ def _rate(rates: list[Any]) -> float | None:
     """The greatest of them; None where one is no number here."""
     here = [one.device.type == "cpu" if isinstance(one, Tensor) else isinstance(one, int | float) for one in rates]
     return max(map(float, rates)) if rates and all(here) else None
-
-
-def _count(optimizer: Any) -> int | None:
-    """The highest of the counts that stand on the CPU, where reading one waits for nobody."""
-    found = -1
-    for state in getattr(optimizer, "state", {}).values():
-        step = state.get("step") if isinstance(state, dict) else None
-        if isinstance(step, int | float) or (isinstance(step, Tensor) and step.device.type == "cpu"):
-            found = max(found, int(step))
-    return None if found < 0 else found
 
 
 def not_finite(held: Mapping[str, Part], names: Iterable[str]) -> tuple[str, ...]:
@@ -138,7 +128,11 @@ def highest_in_buffers(places: Iterable[Site], most: float) -> dict[str, float]:
         f"{site.path}.{name}".lstrip("."): local(one)
         for site in places
         for name, one in (site.module._buffers.items() if site.first else ())
-        if one is not None and not is_lazy(one) and one.is_floating_point() and not one.is_meta and one.numel() <= most
+        if one is not None
+        and not is_lazy(one)
+        and one.is_floating_point()
+        and not one.is_meta
+        and one.numel() <= most
         and not is_lazy(one)
         and one.is_floating_point()
         and 0 < one.numel() <= most

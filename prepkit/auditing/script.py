@@ -7,7 +7,7 @@ import runpy
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count, takewhile
@@ -31,9 +31,11 @@ from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, around_calls, goes_backward
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
+from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.loaders import prepared_loader
+from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
@@ -228,8 +230,8 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
     model = _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
-    heard = None if window is None else window.facts(alive, model)
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
+    heard = None if window is None else window.facts(alive, model, inner(scheduler))
     loaders, awaited = _loaders(alive), () if window is None else window.awaited
     found = audit(
         model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited
@@ -297,7 +299,7 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
         return sum(id(param) in slots or param.grad is not None for param in params), len(params)
 
     live = {key for key, param in slots.items() if param.grad is not None}
-    model = max(roots, key=weight, default=nn.Module())
+    model = _held_around(max(roots, key=weight, default=nn.Module()), roots, slots)
     rests = bool(live) and not weight(model)[0] and not engines(model)  # an engine steps masters of its own
     if rests:
         model = nn.Module()  # as where ``functional_call`` lends it weights
@@ -315,6 +317,15 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
         beside._parameters.update((str(at), one) for at, one in enumerate(loose))
         parts[_free("beside", parts)] = beside
     return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
+
+
+def _held_around(model: nn.Module, roots: list[nn.Module], slots: Collection[int]) -> nn.Module:
+    """A root that the optimizer holds and whose forward runs this one, of which it holds nothing; else this one."""
+    if any(id(param) in slots for param in model.parameters()):
+        return model
+    known = {id(one) for one in model.modules()}
+    held = (root for root in roots if any(id(param) in slots for param in root.parameters()))
+    return next((root for root in held if elsewhere(sites(root), known)), model)
 
 
 def _free(name: str, taken: Container[str]) -> str:

@@ -20,17 +20,21 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import clip_grad
-from torch.utils.checkpoint import CheckpointFunction
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import checkpoint as checkpoints
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
-from prepkit.objects.names import named_parameters, unwrap_root
+from prepkit.objects.names import named_parameters, sites, unwrap_root
 from prepkit.observe.prepared.around import averages_weights, frames_above, line_of_program
 from prepkit.observe.prepared.loaders import language_config, odd_batch
+from prepkit.observe.prepared.look import averages
+from prepkit.observe.prepared.modules import elsewhere, generator
 from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
@@ -79,6 +83,8 @@ class Window:
     taken: str = ""
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
+    forgetful: dict[str, None] = field(factory=dict)
+    renormalised: dict[str, None] = field(factory=dict)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -96,8 +102,14 @@ class Window:
     _by_norm: set[int] = field(factory=set)
     """Parameters that were clipped by a norm of theirs."""
     _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
+    _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
+    """Names that were one parameter before a load that replaced parameters, with whose they are."""
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+    _entered: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+    """Modules that were called from outside of any other, be it without gradients."""
+    _ticked: dict[int, int] = field(factory=dict)
+    """Per scheduler how often it was ticked after something went backward."""
 
     @contextmanager
     def on(self) -> Iterator[Window]:
@@ -118,9 +130,13 @@ class Window:
             stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
             stack.enter_context(around_calls(torch.optim.Optimizer, "zero_grad", self._clears))
             stack.enter_context(around_calls(nn.Module, "zero_grad", self._clears))
-            stack.enter_context(around_calls(CheckpointFunction, "forward", self._checkpoints))
+            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._reenters))
             stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
+            stack.enter_context(around_calls(LRScheduler, "step", self._ticks))
+            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._recomputes))
+            without = "_checkpoint_without_reentrant_generator"
+            stack.enter_context(around_calls(checkpoints, without, self._checkpoints))
             for name in SENDS:
                 sends = partial(self._sends, name)
                 stack.enter_context(around_calls(distributed_c10d, name, sends, also=dist))
@@ -129,7 +145,7 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
-    def facts(self, alive: list[Any], model: nn.Module | None = None) -> WindowFacts:
+    def facts(self, alive: list[Any], model: nn.Module | None = None, scheduler: Any = None) -> WindowFacts:
         """What was heard so far; ``model``: whose parameters have names.
 
         Reads on in streams that several workers give, which nobody reads afterwards.
@@ -147,9 +163,14 @@ class Window:
             clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.squashed),
             loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
+            untied=tuple(self._untied()),
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
+            forgetful=tuple(self.forgetful),
+            renormalised=tuple(self.renormalised),
+            elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
+            ticked=self._ticked.get(id(scheduler), 0),
             backwards=self.backwards,
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
@@ -169,6 +190,7 @@ class Window:
     def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
+        self._entered[id(module)] = weakref.ref(module)
         self._trains = torch.is_grad_enabled()
         if not self._trains:
             return
@@ -262,7 +284,7 @@ class Window:
                 self.cleared, self._emptied = line_of_program(frames_above(__file__)), held
         return plain(owner, *given, **named)
 
-    def _checkpoints(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:
+    def _reenters(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:
         if self._trains and not any(one.requires_grad for one in given if isinstance(one, Tensor)):
             params = (param for module in _modules_in(function) for param in module.parameters())
             held = tuple(dict.fromkeys(id(param) for param in params if param.requires_grad))
@@ -271,7 +293,9 @@ class Window:
         return plain(ctx, function, preserve, *given)
 
     def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
+        ties = _ties(module) if named.get("assign") or given[2:3] == (True,) else []
         result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
+        self._ties += [(weakref.ref(module), *pair) for pair in ties]
         keys = [key for key in state if isinstance(key, str)]
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
         self._loads[id(module)] = weakref.ref(module), None
@@ -282,11 +306,76 @@ class Window:
             self._loads[id(module)] = weakref.ref(module), told
         return result
 
+    def _ticks(self, plain: Any, scheduler: Any, *given: Any, **named: Any) -> Any:
+        anew = not getattr(scheduler, "_step_count", 0)  # as it is made
+        self._ticked[id(scheduler)] = 0 if anew else self._ticked.get(id(scheduler), 0) + bool(self.backwards)
+        return plain(scheduler, *given, **named)
+
     def _compile(self, plain: Any, model: Any = None, *given: Any, **named: Any) -> Any:
         result = plain(model, *given, **named)
         if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
             self._compiled.append((weakref.ref(model), weakref.ref(result)))
         return result
+
+    def _recomputes(self, plain: Any, ctx: Any, function: Any, keeps: bool, *given: Any) -> Any:
+        with self._recomputed(function, keeps=keeps):
+            return plain(ctx, function, keeps, *given)
+
+    def _checkpoints(
+        self,
+        plain: Any,
+        function: Any,
+        keeps: bool = True,
+        around: Any = None,
+        *given: Any,
+        **named: Any,
+    ) -> Iterator[None]:
+        around = checkpoints.noop_context_fn if around is None else around
+        before_and_after = plain(function, keeps, around, *given, **named)
+        if not torch.is_grad_enabled():
+            yield from before_and_after
+            return
+        next(before_and_after)
+        with self._recomputed(function, keeps=keeps or around is not checkpoints.noop_context_fn):
+            try:
+                yield
+            except BaseException as error:
+                before_and_after.throw(error)
+                raise
+        yield from before_and_after
+
+    @contextmanager
+    def _recomputed(self, function: Any, *, keeps: bool) -> Iterator[None]:
+        """Around the first forward of what is checkpointed; ``keeps``: its second will draw the same."""
+        name = type(function).__name__ if isinstance(function, nn.Module) else _called(function)
+
+        def enters(module: nn.Module, _: Any) -> None:
+            if averages(module):
+                self.renormalised[name] = None
+
+        handle = register_module_forward_pre_hook(enters)
+        before = None if keeps else _drawn()
+        try:
+            yield
+        finally:
+            handle.remove()
+        if before is not None and before != _drawn():
+            self.forgetful[name] = None
+
+    def _elsewhere(self, model: nn.Module) -> Iterator[str]:
+        known = {id(one) for one in model.modules()}
+        for module in [one() for one in self._entered.values()]:
+            if module is not None and id(module) not in known and elsewhere(sites(module), known):
+                yield type(module).__name__
+
+    def _untied(self) -> Iterator[tuple[str, str]]:
+        """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
+        for owner, *pair in self._ties:
+            if (module := owner()) is not None:
+                named = dict(module.named_parameters(remove_duplicate=False))
+                one, other = (named.get(name) for name in pair)
+                if one is not None and other is not None and one is not other and _equal(one, other):
+                    yield pair[0], pair[1]
 
     def _idle(self) -> Iterator[str]:
         roots = [module for one in self._called.values() if (module := one()) is not None]
@@ -336,6 +425,33 @@ def _float16_units(root: nn.Module) -> Iterator[str]:
             options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
         if getattr(options, "param_dtype", None) == torch.float16:
             yield type(options).__name__
+
+
+def _drawn() -> tuple[float, ...]:
+    """Where the generators of the CPU and of the accelerator are."""
+    device = torch.accelerator.current_accelerator()
+    return tuple(generator(kind) for kind in dict.fromkeys(("cpu", device.type if device is not None else "cpu")))
+
+
+def _called(function: Any) -> str:
+    """The name of a function, of a method with its class, or of what a ``partial`` calls."""
+    inside = getattr(function, "func", function)
+    return str(getattr(inside, "__qualname__", type(inside).__name__))
+
+
+def _ties(module: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names of one parameter: the first, and each other."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
+    return [(one, other) for one, other in pairs if one != other]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether they hold the same in two places. Reads both."""
+    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
+    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
+    return apart and torch.equal(one, other)
 
 
 def _alike(key: str, name: str) -> bool:

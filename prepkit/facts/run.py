@@ -85,6 +85,8 @@ class PreparedOptimizer:
     """Learning rate of each group."""
     fresh: bool = False
     """Whether it keeps state from its first step on, and has none."""
+    counted: int | None = None
+    """Steps that its state has counted; None: it counts none, or where reading it would wait for a device."""
     scheduled: bool = False
     """Whether a scheduler has been put on it (``initial_lr`` in a group)."""
     rounds: bool = False

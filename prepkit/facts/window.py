@@ -111,9 +111,19 @@ class WindowFacts:
     squashed: tuple[tuple[str, str], ...] = ()
     """Losses that were not given what they take: function, and what was computed before it, such as a softmax."""
     loaded: tuple[Loaded, ...] = ()
+    untied: tuple[tuple[str, str], ...] = ()
+    """Pairs of names that were one parameter before a ``load_state_dict(assign=True)``, and are two alike since."""
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     workers: tuple[WorkersAlike, ...] = ()
+    forgetful: tuple[str, ...] = ()
+    """What was checkpointed, without its random numbers, and has drawn some."""
+    renormalised: tuple[str, ...] = ()
+    """What was checkpointed with a batch norm inside that averages what it sees."""
+    elsewhere: tuple[str, ...] = ()
+    """Classes of other models that were called, and whose ``forward`` runs the one that trains."""
+    ticked: int = 0
+    """How often the scheduler was ticked after something went backward."""
     backwards: int = 0
     """How often it went backward."""
     undivided: bool = False

@@ -298,6 +298,7 @@ SLIPS: tuple[Slip, ...] = (
         under_reentrant_checkpoints(reentrant=True),
         under_reentrant_checkpoints(reentrant=False),
     ),
+    Slip("run.left-over", "gradients of all steps add up", lambda: trained(clears=False), trained),
     Slip("run.softmax-twice", "gradients are smaller and turned", softmax_before_the_loss, trained),
     Slip("run.scaled-stepped", "steps are 1024 times too long", stepped_while_scaled, trained),
     Slip("run.clipped-scaled", "weights hardly move", clipped_while_scaled, clipped),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
@@ -242,6 +245,29 @@ def loaded_and_replaced(rank: int, world: int) -> None:
     taken(model, adam(model), loss_of(model))
 
 
+def loaded_by_assignment(*, again: bool, alike: bool = True) -> nn.Module:
+    """Two layers that share a weight, made without data, and filled from a file that names both."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+        model[1].weight = model[0].weight
+    held = {name: torch.randn(param.shape) for name, param in model.named_parameters()}
+    held["1.weight"] = held["0.weight"].clone() if alike else torch.randn(WIDTH, WIDTH)
+    model.load_state_dict(held, assign=True)
+    if again:
+        model[1].weight = model[0].weight
+    return model
+
+
+def tied_again_after_a_load(rank: int, world: int) -> None:
+    model = loaded_by_assignment(again=True)
+    taken(model, adam(model), loss_of(model))
+
+
+def told_apart_by_a_load(rank: int, world: int) -> None:
+    model = loaded_by_assignment(again=False, alike=False)
+    taken(model, adam(model), loss_of(model))
+
+
 # --- compiled ---
 
 
@@ -414,6 +440,39 @@ def average_beside(rank: int, world: int) -> None:
         average.update_parameters(model)
 
 
+def patched(model: nn.Module) -> nn.Module:
+    """A forward in a float of its own, as a method of the model that it computes with."""
+    plain = type(model).forward
+    model.forward = types.MethodType(lambda self, x: plain(self, x).float(), model)  # type: ignore[method-assign]
+    return model
+
+
+def average_of_a_patched_model(rank: int, world: int) -> None:
+    """A copy of a method is one of the copy."""
+    model = patched(net())
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        wanted = average(X)
+    taken(model, adam(model), fn.mse_loss(model(X), wanted + 1))
+
+
+def copy_that_only_keeps_weights(rank: int, world: int) -> None:
+    """Its forward runs the model that it was copied from, and nobody calls it."""
+    model = net()
+    plain = model.forward
+    model.forward = lambda x: plain(x).float()  # type: ignore[method-assign]
+    kept = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    taken(model, adam(model), loss_of(model))
+    assert kept is not None
+
+
+def body_behind_a_forward_of_its_own(rank: int, world: int) -> None:
+    model, activation = net(), nn.Tanh()
+    body = nn.Sequential(model)
+    body.forward = lambda x: activation(model(x))  # type: ignore[method-assign]
+    taken(body, adam(body), loss_of(body))
+
+
 def optimizer_made_again(rank: int, world: int) -> None:
     model = net()
     for param in model.enter.parameters():
@@ -554,6 +613,32 @@ def recomputed(rank: int, world: int) -> None:
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
 
 
+def recomputed_with_nothing_to_draw(rank: int, world: int) -> None:
+    """What draws and what averages stands outside, rests, or is not trained."""
+    model, norm = net(dropout=0.1), nn.BatchNorm1d(WIDTH).eval()
+    with torch.no_grad():
+        checkpoint(model.blocks[0], X, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(nn.BatchNorm1d(WIDTH), X, use_reentrant=False)
+    x = model.enter(X)
+    for block in model.blocks:
+        inner, reentrant = block.inner, block is model.blocks[0]
+        x = checkpoint(lambda x, inner=inner: norm(inner(x)), x, use_reentrant=reentrant, preserve_rng_state=False)
+        x = block.drop(x)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def seeded(x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return fn.dropout(x, 0.1)
+
+
+def recomputed_with_a_seed_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    x = checkpoint(seeded, model(X), use_reentrant=False, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(x, Y))
+
+
 def accumulated(rank: int, world: int) -> None:
     model = net()
     optimizer = adam(model)
@@ -595,7 +680,94 @@ def ticked_by_epoch(rank: int, world: int) -> None:
     with_schedule(lambda optimizer: rates.MultiStepLR(optimizer, [2, 4]), steps=100)
 
 
+def saved_after(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an earlier run has saved of its optimizer and of its schedule."""
+    model = net()
+    optimizer = adam(model)
+    scheduler = rates.OneCycleLR(optimizer, 1e-2, total_steps=100)
+    with redirected():
+        for _ in range(steps):
+            taken(model, optimizer, loss_of(model))
+            scheduler.step()
+    return optimizer.state_dict(), scheduler.state_dict()
+
+
+@contextmanager
+def redirected() -> Iterator[None]:
+    """Inside, steps are those of an earlier run, which no audit of this one hears."""
+    hooks = {**_global_optimizer_pre_hooks}
+    _global_optimizer_pre_hooks.clear()
+    try:
+        yield
+    finally:
+        _global_optimizer_pre_hooks.update(hooks)
+
+
+def resumed(*, scheduler_too: bool) -> None:
+    model, (state, at) = net(), saved_after(3)
+    optimizer = adam(model)
+    scheduler = rates.OneCycleLR(optimizer, 1e-2, total_steps=100)
+    optimizer.load_state_dict(state)
+    if scheduler_too:
+        scheduler.load_state_dict(at)
+    taken(model, optimizer, loss_of(model))
+    scheduler.step()
+
+
+def resumed_with_its_schedule(rank: int, world: int) -> None:
+    resumed(scheduler_too=True)
+
+
+def resumed_inside_the_first_pass(rank: int, world: int) -> None:
+    model, (state, _) = net(), saved_after(3)
+    optimizer = adam(model)
+    scheduler = rates.StepLR(optimizer, 30)
+    optimizer.load_state_dict(state)
+    taken(model, optimizer, loss_of(model))
+    scheduler.step()
+
+
+def wound_forward(rank: int, world: int) -> None:
+    """As a run goes on whose optimizer has no state."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for _ in range(10):
+        scheduler.step()
+    taken(model, optimizer, loss_of(model))
+
+
+def ticked_behind_a_step_that_the_scaler_refused(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = adam(model)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for times in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model) * times).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+
 # --- libraries ---
+
+
+def ticked_in_windows_of_accelerate(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
+
+    windows = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)  # which counts ticks that it holds back
+    ours = Accelerator(cpu=True, gradient_accumulation_plugin=windows)
+    model = net()
+    optimizer = adam(model)
+    scheduler = rates.CosineAnnealingLR(optimizer, 2)
+    model, optimizer, loader, scheduler = ours.prepare(model, optimizer, DataLoader(rows(), 4, shuffle=True), scheduler)
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
 
 
 def accelerated_in_windows(rank: int, world: int) -> None:
@@ -840,11 +1012,16 @@ _ONE = (
     *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
     *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
+    *(tied_again_after_a_load, told_apart_by_a_load),
+    *(average_of_a_patched_model, copy_that_only_keeps_weights, body_behind_a_forward_of_its_own),
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
     *(lent_weights, ensemble),
+    *(recomputed_with_nothing_to_draw, recomputed_with_a_seed_of_its_own),
     *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
-    *(falling_to_nothing, ticked_by_epoch),
+    *(falling_to_nothing, ticked_by_epoch, resumed_with_its_schedule, resumed_inside_the_first_pass, wound_forward),
+    *(ticked_behind_a_step_that_the_scaler_refused,),
 )
+_ACCELERATED = (accelerated_in_windows, accelerated_and_divided_by_hand, ticked_in_windows_of_accelerate)
 _TWO = (
     *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
     *(shards_with_two_optimizers, shards_in_float16_scaled, scaled_under_ddp, epochs_of_a_sampler),
@@ -852,7 +1029,7 @@ _TWO = (
 )
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),
-    *(Loop(run, "accelerate") for run in (accelerated_in_windows, accelerated_and_divided_by_hand)),
+    *(Loop(run, "accelerate") for run in _ACCELERATED),
     Loop(labels_of_a_model_that_shifts_none),
     Loop(pads_that_do_not_count, "transformers"),
     Loop(trainer_with_a_schedule, "transformers"),

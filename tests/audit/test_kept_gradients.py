@@ -210,13 +210,16 @@ def in_the_backward(watch: Callable[..., Any]) -> None:
 
 
 def checkpointed(*, clears: bool, reentrant: bool) -> Program:
+    """What is followed stands outside, and has its gradient before that of what is recomputed begins."""
+
     def run(watch: Callable[..., Any]) -> None:
-        model = net()
+        body, head = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, 1), nn.Linear(1, 1))
+        model = nn.Sequential(body, head)
         optimizer = adam(model)
         watch(model, optimizer)
         for _ in range(STEPS):
             x = torch.randn(4, WIDTH, requires_grad=True)
-            checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+            head(checkpoint(body, x, use_reentrant=reentrant)).square().mean().backward()
             optimizer.step()
             if clears:
                 optimizer.zero_grad()

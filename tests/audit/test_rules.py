@@ -259,6 +259,16 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
+    "run.tie-broken": evolve(FINE, window=WindowFacts(untied=(("embed.weight", "head.weight"),))),
+    "run.forward-elsewhere": evolve(FINE, window=WindowFacts(elsewhere=("Net",))),
+    "run.ticked-early": evolve(
+        FINE,
+        optimizers=tuple(evolve(one, counted=40) for one in FINE.optimizers),
+        scheduler=PreparedScheduler(name="OneCycleLR", drives_optimizer=True, by_batch=True, ticked=0),
+        window=WindowFacts(),
+    ),
+    "run.checkpoint-forgets": evolve(FINE, window=WindowFacts(forgetful=("Block",))),
+    "run.checkpoint-norms": evolve(FINE, window=WindowFacts(renormalised=("Block",))),
     "run.stepped-twice": later(course=CourseFacts(twice=NAMES[:1], steppers=("AdamW", "SGD"))),
     "run.no-master-weights": with_params(dtype="bfloat16"),
     "run.missed": later(params=(evolve(RUNNING.params[0], known=False, served=False), *RUNNING.params[1:])),

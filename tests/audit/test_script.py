@@ -251,6 +251,23 @@ def test_what_ddp_waits_for_on_one_rank_is_named_by_an_audit_behind_the_backward
         assert f"DDP waits for 2 gradients that never came on rank {rank}: `second.weight`, `second.bias`" in said
 
 
+COPIED = f"""{MODEL}
+import copy
+model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+trained = copy.deepcopy(model)
+optimizer = torch.optim.AdamW(trained.parameters())
+trained(data[0][0]).float().square().mean().backward()
+optimizer.step()
+"""
+
+
+def test_a_copy_that_trains_is_audited_and_not_what_its_forward_runs(run: Auditor) -> None:
+    code, out, err = run(COPIED, "train.py")
+    assert code == 1, err
+    assert "error run.forward-elsewhere at model: `forward` was set on the object" in out
+    assert "run.orphans" not in out
+
+
 def test_a_trainer_is_audited_at_its_first_step(run: Auditor) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -760,6 +777,6 @@ def test_a_number_of_micro_batches_that_a_loop_counts_itself_is_used(backwards: 
     with (heard := window.Window()).on():
         for _ in range(backwards):
             ours.backward(model(torch.ones(4, WIDTH)).square().sum())
-    found = audit(model, optimizer, at_step=True, window=heard.facts([]))
+    found = audit(model, optimizer, at_step=True, window=heard.facts([], model))
     accelerator()  # as it was before
     assert ("run.unused-window" in {one.rule for one in found.findings}) == (backwards == 1)

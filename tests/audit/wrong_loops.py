@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.audit.by_libraries import engine_of
@@ -23,9 +25,11 @@ from tests.audit.loops import (
     X,
     Y,
     for_each_shard,
+    loaded_by_assignment,
     loss_of,
     one_seed,
     over,
+    resumed,
     taken,
     text_model,
     trained_by_lightning,
@@ -144,6 +148,62 @@ def teacher_loaded_without_its_prefix(rank: int, world: int) -> None:
     taken(model, adam(model), fn.mse_loss(model(X), teacher(X)))
 
 
+def recomputed_with_other_random_numbers(rank: int, world: int) -> None:
+    model = net(dropout=0.3)
+    x = checkpoint(model.blocks[0], model.enter(X), use_reentrant=False, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def recomputed_reentrantly_with_other_random_numbers(rank: int, world: int) -> None:
+    model = net()
+
+    def dropped(x: Tensor) -> Tensor:
+        return fn.dropout(model.blocks[0](x), 0.3)
+
+    x = checkpoint(dropped, model.enter(X), use_reentrant=True, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def recomputed_over_norms(rank: int, world: int) -> None:
+    model, norm = net(), nn.BatchNorm1d(WIDTH)
+    for reentrant in (True, False):
+        x = checkpoint(lambda x: norm(model.blocks[0](x)), model.enter(X), use_reentrant=reentrant)
+    taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def tie_lost_by_a_load(rank: int, world: int) -> None:
+    model = loaded_by_assignment(again=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def average_that_runs_what_it_averages(rank: int, world: int) -> None:
+    model = net()
+    plain = model.forward
+    model.forward = lambda x: plain(x).clamp(-3, 3)  # type: ignore[method-assign]
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        wanted = average(X)
+    taken(model, adam(model), fn.mse_loss(model(X), wanted + 1))
+
+
+def average_that_runs_what_a_file_names(rank: int, world: int) -> None:
+    model = net()
+    names = {"plain": model.forward}
+    exec("def clamped(x): return plain(x).clamp(-3, 3)", names)  # as a script writes it
+    model.forward = names["clamped"]  # type: ignore[method-assign]
+    average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        wanted = average(X)
+    taken(model, adam(model), fn.mse_loss(model(X), wanted + 1))
+
+
+def copy_that_trains_and_runs_its_original(rank: int, world: int) -> None:
+    first = net()
+    first.forward = torch.autocast("cpu", torch.bfloat16)(first.forward)  # type: ignore[method-assign]
+    model = copy.deepcopy(first)
+    taken(model, adam(model), model(X).float().square().mean())
+
+
 def compiled_and_called_uncompiled(rank: int, world: int) -> None:
     model = net()
     torch.compile(model, backend="eager")
@@ -215,6 +275,28 @@ def other_model_replaced_under_its_optimizer(rank: int, world: int) -> None:
     judge[1] = nn.Linear(4, 1)
     taken(maker, first, -judge(maker(torch.randn(4, 8))).mean())
     assert second is not None
+
+
+def ticked_at_the_top(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = rates.MultiStepLR(optimizer, [1, 30])
+    scheduler.step()
+    taken(model, optimizer, loss_of(model))
+
+
+def ticked_by_micro_batch(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for _ in range(3):
+        (loss_of(model) / 4).backward()
+        scheduler.step()
+    optimizer.step()
+
+
+def resumed_without_its_schedule(rank: int, world: int) -> None:
+    resumed(scheduler_too=False)
 
 
 def shorter_than_the_trainer(rank: int, world: int) -> None:
@@ -289,10 +371,24 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, rule="run.clipped-scaled") for run in (clipped_before_backward, clipped_by_a_spent_generator)),
     *(Loop(run, ranks=2, rule="run.clipped-scaled") for run in (clipped_shards, clipped_flat_shards)),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
+    Loop(recomputed_with_other_random_numbers, rule="run.checkpoint-forgets"),
+    Loop(recomputed_reentrantly_with_other_random_numbers, rule="run.checkpoint-forgets"),
+    Loop(recomputed_over_norms, rule="run.checkpoint-norms"),
+    *(
+        Loop(run, rule="run.forward-elsewhere")
+        for run in (
+            average_that_runs_what_it_averages,
+            average_that_runs_what_a_file_names,
+            copy_that_trains_and_runs_its_original,
+        )
+    ),
+    Loop(tie_lost_by_a_load, rule="run.tie-broken"),
     Loop(compiled_and_called_uncompiled, rule="run.compiled-idle"),
     Loop(compiled_again_and_again, rule="run.recompiled"),
     *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),
     Loop(workers_with_copies_of_a_generator, rule="run.workers-alike"),
+    *(Loop(run, rule="run.ticked-early") for run in (ticked_at_the_top, ticked_by_micro_batch)),
+    Loop(resumed_without_its_schedule, rule="run.ticked-early"),
     Loop(backward_past_accelerate, "accelerate", rule="run.undivided"),
     Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),
     *(

@@ -224,7 +224,7 @@ def frozen_norms(places: list[Site], frozen: Iterable[Site], *, values: bool) ->
     return tuple(
         site.path
         for site in frozen
-        if any(_averages(one) for one in site.module.modules())
+        if any(averages(one) for one in site.module.modules())
         and any(param.ndim > 1 for param in site.module.parameters())
         and not (values and any(_follows(site.module, one.module) for one in places if one.first))
     )
@@ -247,7 +247,8 @@ def _in_turn(facts: RunFacts) -> set[str]:
     return {name for one in facts.optimizers if trained.isdisjoint(one.held) for name in one.held}
 
 
-def _averages(module: nn.Module) -> bool:
+def averages(module: nn.Module) -> bool:
+    """Return whether it is a batch norm that averages what it sees."""
     return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.running_mean is not None
 
 
@@ -270,7 +271,7 @@ def renormalised(places: list[Site], wrapped: Iterable[WrappedModule]) -> tuple[
     """Checkpoints over batch norms, which average each batch twice."""
     paths = {one.path for one in wrapped if "checkpointed" in one.wrappers}
     return tuple(
-        site.path for site in places if site.first and site.path in paths and any(map(_averages, site.module.modules()))
+        site.path for site in places if site.first and site.path in paths and any(map(averages, site.module.modules()))
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
+from dis import get_instructions
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -179,15 +180,16 @@ def _has_nan(part: Tensor) -> bool:
     )
 
 
-def elsewhere(places: list[Site]) -> tuple[str, ...]:
-    """Modules with a forward of their own that leads to modules, and to none of this model."""
+def elsewhere(places: list[Site], to: Container[int] | None = None) -> tuple[str, ...]:
+    """Modules with a forward of their own that leads to modules, and to none of this model; ``to``: to one of these."""
     here = {id(module) for site in places for module in site.stack}
     found: list[str] = []
     for site in places:
         for module in site.stack if site.first else ():
             forward = vars(module).get("forward")
             owners = list(_owners(forward, DEEP)) if forward is not None else []
-            if owners and not any(id(owner) in here for owner in owners):
+            leads = any(to is None or id(owner) in to for owner in owners)
+            if leads and not any(id(owner) in here for owner in owners):
                 found.append(site.path)
     return tuple(found)
 
@@ -206,7 +208,7 @@ def _owners(call: Any, depth: int) -> Iterator[nn.Module]:
             for one in (call.func, *call.args, *call.keywords.values()):
                 yield from _owners(one, depth - 1)
         case FunctionType():
-            for one in (*_cells(call.__closure__), getattr(call, "__wrapped__", None)):
+            for one in (*_cells(call.__closure__), *_globals(call), getattr(call, "__wrapped__", None)):
                 yield from _owners(one, depth - 1)
         case _ if callable(call) and not isinstance(call, type) and hasattr(call, "__dict__"):
             for one in vars(call).values():
@@ -219,6 +221,15 @@ def _cells(closure: tuple[CellType, ...] | None) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not filled yet
             continue
+
+
+def _globals(call: FunctionType) -> Iterator[Any]:
+    """Models, and methods of models, that a function names and its file has."""
+    for name in dict.fromkeys(one.argval for one in get_instructions(call) if one.opname == "LOAD_GLOBAL"):
+        held = call.__globals__.get(name)
+        module = held.__self__ if isinstance(held, MethodType) else held
+        if isinstance(module, nn.Module) and next(module.parameters(), None) is not None:
+            yield held
 
 
 def generator(kind: str) -> float:

@@ -34,7 +34,8 @@ BY_BATCH = ("WarmupDecayLR", "WarmupCosineLR")
 """Schedulers of DeepSpeed that an engine ticks with each of its steps until their end."""
 
 KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor", "Adadelta")
-"""Optimizers of torch that have state of every parameter from their first step on, and none before."""
+"""Optimizers of torch that have state of every parameter from their first step on, and none before; SGD with momentum
+is another."""
 
 
 _Seen = tuple[Any, int, Tensor, Tensor]
@@ -168,8 +169,21 @@ def _says(source: Any, name: str) -> bool:
 def _rates(optimizer: Any) -> dict[str, Any]:
     groups = optimizer.param_groups
     rates = tuple(rate for group in groups if (rate := as_rate(group.get("lr"))) is not None)
-    kept = type(optimizer).__name__ in KEEP_STATE and not getattr(optimizer, "state", None)
-    return {"fresh": kept, "rates": rates, "scheduled": any("initial_lr" in group for group in groups)}
+    name = type(optimizer).__name__
+    keeps = name in KEEP_STATE or (name == "SGD" and all(group.get("momentum") for group in groups))
+    kept = keeps and not getattr(optimizer, "state", None)
+    scheduled = any("initial_lr" in group for group in groups)
+    return {"fresh": kept, "counted": counted(optimizer), "rates": rates, "scheduled": scheduled}
+
+
+def counted(optimizer: Any) -> int | None:
+    """The highest count of steps in its state that stands on the CPU, where reading one waits for nobody; else None."""
+    found = -1
+    for state in getattr(optimizer, "state", {}).values():
+        step = state.get("step") if isinstance(state, dict) else None
+        if isinstance(step, int | float) or (isinstance(step, Tensor) and step.device.type == "cpu"):
+            found = max(found, int(step))
+    return None if found < 0 else found
 
 
 def as_rate(rate: Any) -> float | None:
@@ -246,9 +260,12 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
 
 
 def _early(scheduler: Any) -> int:
-    """Ticks since it was made: torch counts them, the one of its construction as the first."""
-    count = getattr(scheduler, "_step_count", 1)
-    return max(0, count - 1) if isinstance(count, int) else 0
+    """Ticks since it was made: torch counts them, the one of its construction as the first.
+
+    accelerate counts there also what it holds back inside a window.
+    """
+    known = [getattr(scheduler, "_step_count", 1), getattr(scheduler, "last_epoch", 0) + 1]
+    return max(0, min(known) - 1) if all(isinstance(one, int) for one in known) else 0
 
 
 def _ticks(given: Any) -> int:

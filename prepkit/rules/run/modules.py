@@ -35,12 +35,18 @@ def _forgetful(facts: RunFacts) -> Iterator[Hit]:
     if facts.forgetful:
         what = f"Checkpointed with preserve_rng_state=False over dropout: {some(facts.forgetful)}."
         yield Hit(at(facts.forgetful[0]), f"{what} Backward drops other elements than forward did.")
+    elif facts.window is not None and facts.window.forgetful:
+        what = f"Checkpointed with preserve_rng_state=False, and draws random numbers: {some(facts.window.forgetful)}."
+        yield Hit("model", f"{what} Backward draws others than forward did.")
 
 
 def _renormalised(facts: RunFacts) -> Iterator[Hit]:
     if facts.renormalised:
         what = f"Checkpointed over batch norms, which average each batch twice: {some(facts.renormalised)}."
         yield Hit(at(facts.renormalised[0]), what)
+    elif facts.window is not None and facts.window.renormalised:
+        what = f"Checkpointed over batch norms, which average each batch twice: {some(facts.window.renormalised)}."
+        yield Hit("model", what)
 
 
 def _softmax(facts: RunFacts) -> Iterator[Hit]:
@@ -177,11 +183,15 @@ def _part_in_eval(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(facts.evaluating[0]), what)
 
 
+_ASSIGNED = "Tie them after the load, as by head.weight = embedding.weight, and make the optimizer after that."
 _AGAIN = "Call model.tie_weights() after what replaced one of them, and make the optimizer again."
 
 
 def _untied(facts: RunFacts) -> Iterator[Hit]:
-    """Since an earlier look, or since before apply."""
+    """Since an earlier look, since before apply, or while a script ran."""
+    for first, second in facts.window.untied if facts.window is not None else ():
+        what = f"load_state_dict(assign=True) has put two tensors of the same values where `{first}` and `{second}`"
+        yield Hit(at(second), f"{what} were one parameter.", _ASSIGNED)
     for before, now in facts.running:
         held = [set(group) for group in now.ties]
         for group in before.ties:
@@ -191,8 +201,8 @@ def _untied(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _tie(facts: RunFacts) -> Iterator[Hit]:
-    if facts.running:
-        yield from _untied(facts)
+    yield from (told := list(_untied(facts)))
+    if told or facts.running:
         return
     model = facts.model
     ends = (model.input_embedding, model.output_embedding)
@@ -265,6 +275,9 @@ def _meta(facts: RunFacts) -> Iterator[Hit]:
 def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
     for path in facts.elsewhere:
         yield Hit(at(path), "`forward` was set on the object, and computes with modules that are not in this model.")
+    for name in facts.window.elsewhere if facts.window is not None else ():
+        what = f"`forward` was set on a `{name}` beside the model, and runs the model: its own weights do nothing."
+        yield Hit(name, what)
 
 
 RULES: tuple[Rule, ...] = (

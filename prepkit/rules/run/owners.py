@@ -40,11 +40,20 @@ def _early(facts: RunFacts) -> Iterator[Hit]:
 
 def _ticked(facts: RunFacts) -> Iterator[Hit]:
     scheduler = facts.scheduler
-    fresh = bool(facts.optimizers) and all(one.fresh for one in facts.optimizers)
-    if scheduler is not None and scheduler.early and fresh and scheduler.drives_optimizer:
-        ticks = count(scheduler.early, "tick")
-        what = f"`{scheduler.name}` has {ticks}, and `{facts.optimizers[0].name}` has not stepped"
+    if scheduler is None or not facts.optimizers or not scheduler.drives_optimizer:
+        return
+    name, seen = facts.optimizers[0].name, facts.window
+    skips = seen is not None and seen.scaled  # its first steps, behind which a scheduler ticks
+    heard = seen.ticked if seen is not None else 0
+    ticks = max(heard, scheduler.early if all(one.fresh for one in facts.optimizers) else 0)
+    if ticks and not skips:
+        what = f"`{scheduler.name}` has {count(ticks, 'tick')}, and `{name}` has not stepped"
         yield Hit("scheduler", f"{what}: the first rates are left out, or the optimizer's state was not loaded.")
+    steps = max((one.counted or 0 for one in facts.optimizers), default=0)
+    if seen is not None and steps and scheduler.by_batch and not (scheduler.ticked or scheduler.early):
+        what = f"`{name}` goes on after {count(steps, 'step')}, and `{scheduler.name}` has not been ticked"
+        fix = "Load the state of both, scheduler.load_state_dict too; nothing, where a new schedule is meant to begin."
+        yield Hit("scheduler", f"{what}: its rates begin anew.", fix)
 
 
 def _two(facts: RunFacts) -> Iterator[Hit]:
