@@ -28,11 +28,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.window import Window, around_calls, goes_backward
+from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
 from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
+from prepkit.observe.prepared.around import around_calls
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere

@@ -7,10 +7,10 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType
+from types import FrameType, GeneratorType
 from typing import Any
 
 import torch
@@ -20,21 +20,19 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import checkpoint as checkpoints
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
+from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import named_parameters, sites, unwrap_root
-from prepkit.observe.prepared.around import averages_weights, frames_above, line_of_program
+from prepkit.observe.prepared.around import around_calls, averages_weights, frames_above, line_of_program
 from prepkit.observe.prepared.loaders import language_config, odd_batch
-from prepkit.observe.prepared.look import averages
-from prepkit.observe.prepared.modules import elsewhere, generator
+from prepkit.observe.prepared.modules import elsewhere
 from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
@@ -83,19 +81,14 @@ class Window:
     taken: str = ""
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
-    forgetful: dict[str, None] = field(factory=dict)
-    renormalised: dict[str, None] = field(factory=dict)
+    recomputed: Recomputed = field(factory=Recomputed)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
     awaited: tuple[nn.Parameter, ...] = ()
     """As of ``audit``."""
-    _reentrant: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
-    """Lines of checkpoints, and the ``id``s of parameters inside."""
     _emptied: set[int] = field(factory=set)
     """The ``id``s of parameters whose gradients were cleared last."""
-    _trains: bool = False
-    """Whether the module that was called last computes gradients."""
     _float16: dict[str, None] = field(factory=dict)
     _float16_units: dict[str, None] = field(factory=dict)
     _unscaled: set[int] = field(factory=set)
@@ -117,6 +110,7 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
+            stack.enter_context(self.recomputed.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -130,13 +124,9 @@ class Window:
             stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
             stack.enter_context(around_calls(torch.optim.Optimizer, "zero_grad", self._clears))
             stack.enter_context(around_calls(nn.Module, "zero_grad", self._clears))
-            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._reenters))
             stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
             stack.enter_context(around_calls(LRScheduler, "step", self._ticks))
-            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._recomputes))
-            without = "_checkpoint_without_reentrant_generator"
-            stack.enter_context(around_calls(checkpoints, without, self._checkpoints))
             for name in SENDS:
                 sends = partial(self._sends, name)
                 stack.enter_context(around_calls(distributed_c10d, name, sends, also=dist))
@@ -167,17 +157,15 @@ class Window:
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
-            forgetful=tuple(self.forgetful),
-            renormalised=tuple(self.renormalised),
+            forgetful=tuple(self.recomputed.forgetful),
+            renormalised=tuple(self.recomputed.renormalised),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0),
             backwards=self.backwards,
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
             taken=self.taken,
-            reentrant=tuple(
-                (line, tuple(first[one] for one in held)) for line, held in self._reentrant if first.keys() >= set(held)
-            ),
+            reentrant=tuple(self.recomputed.without_gradient(first)),
             communicates=self.communicates,
             averages_weights=averages_weights(self.reduced),
             recompiled=recompiled(),
@@ -191,8 +179,8 @@ class Window:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
         self._entered[id(module)] = weakref.ref(module)
-        self._trains = torch.is_grad_enabled()
-        if not self._trains:
+        self.recomputed.trains = torch.is_grad_enabled()
+        if not self.recomputed.trains:
             return
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:
@@ -284,14 +272,6 @@ class Window:
                 self.cleared, self._emptied = line_of_program(frames_above(__file__)), held
         return plain(owner, *given, **named)
 
-    def _reenters(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:
-        if self._trains and not any(one.requires_grad for one in given if isinstance(one, Tensor)):
-            params = (param for module in _modules_in(function) for param in module.parameters())
-            held = tuple(dict.fromkeys(id(param) for param in params if param.requires_grad))
-            if held:
-                self._reentrant[line_of_program(frames_above(__file__)), held] = None
-        return plain(ctx, function, preserve, *given)
-
     def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         ties = _ties(module) if named.get("assign") or given[2:3] == (True,) else []
         result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
@@ -316,51 +296,6 @@ class Window:
         if isinstance(model, nn.Module) and isinstance(result, nn.Module) and result is not model:
             self._compiled.append((weakref.ref(model), weakref.ref(result)))
         return result
-
-    def _recomputes(self, plain: Any, ctx: Any, function: Any, keeps: bool, *given: Any) -> Any:
-        with self._recomputed(function, keeps=keeps):
-            return plain(ctx, function, keeps, *given)
-
-    def _checkpoints(
-        self,
-        plain: Any,
-        function: Any,
-        keeps: bool = True,
-        around: Any = None,
-        *given: Any,
-        **named: Any,
-    ) -> Iterator[None]:
-        around = checkpoints.noop_context_fn if around is None else around
-        before_and_after = plain(function, keeps, around, *given, **named)
-        if not torch.is_grad_enabled():
-            yield from before_and_after
-            return
-        next(before_and_after)
-        with self._recomputed(function, keeps=keeps or around is not checkpoints.noop_context_fn):
-            try:
-                yield
-            except BaseException as error:
-                before_and_after.throw(error)
-                raise
-        yield from before_and_after
-
-    @contextmanager
-    def _recomputed(self, function: Any, *, keeps: bool) -> Iterator[None]:
-        """Around the first forward of what is checkpointed; ``keeps``: its second will draw the same."""
-        name = type(function).__name__ if isinstance(function, nn.Module) else _called(function)
-
-        def enters(module: nn.Module, _: Any) -> None:
-            if averages(module):
-                self.renormalised[name] = None
-
-        handle = register_module_forward_pre_hook(enters)
-        before = None if keeps else _drawn()
-        try:
-            yield
-        finally:
-            handle.remove()
-        if before is not None and before != _drawn():
-            self.forgetful[name] = None
 
     def _elsewhere(self, model: nn.Module) -> Iterator[str]:
         known = {id(one) for one in model.modules()}
@@ -427,18 +362,6 @@ def _float16_units(root: nn.Module) -> Iterator[str]:
             yield type(options).__name__
 
 
-def _drawn() -> tuple[float, ...]:
-    """Where the generators of the CPU and of the accelerator are."""
-    device = torch.accelerator.current_accelerator()
-    return tuple(generator(kind) for kind in dict.fromkeys(("cpu", device.type if device is not None else "cpu")))
-
-
-def _called(function: Any) -> str:
-    """The name of a function, of a method with its class, or of what a ``partial`` calls."""
-    inside = getattr(function, "func", function)
-    return str(getattr(inside, "__qualname__", type(inside).__name__))
-
-
 def _ties(module: nn.Module) -> list[tuple[str, str]]:
     """Pairs of names of one parameter: the first, and each other."""
     first: dict[int, str] = {}
@@ -489,34 +412,6 @@ def _leads(loss: Any) -> bool:
     return bool(waiting)
 
 
-def _modules_in(function: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """Yield the modules that a function runs, as far as it is bound to them, or its code names them."""
-    match function:
-        case nn.Module():
-            yield function
-        case partial() if depth:
-            for one in (function.func, *function.args, *function.keywords.values()):
-                yield from _modules_in(one, depth - 1)
-        case MethodType() if isinstance(function.__self__, nn.Module):
-            named = [] if function.__name__ in ("__call__", "forward") else _named(function.__self__, function.__code__)
-            yield from named or [function.__self__]
-        case FunctionType() if depth:
-            code, known = function.__code__, function.__globals__
-            cells = [one.cell_contents for one in function.__closure__ or () if one != CellType()]
-            held = (*cells, *(function.__defaults__ or ()))
-            for one in (*held, *(known[name] for name in code.co_names if name in known)):
-                if isinstance(one, nn.Module):
-                    yield from _named(one, code) or [one]
-            for one in held:
-                if isinstance(one, partial | MethodType | FunctionType):
-                    yield from _modules_in(one, depth - 1)
-
-
-def _named(module: nn.Module, code: CodeType) -> list[nn.Module]:
-    """The modules inside it that code names, as where it says ``self.block(x)``."""
-    return [child for name, child in module._modules.items() if name in code.co_names and child is not None]
-
-
 def _by_a_library() -> bool:
     frame = sys._getframe(2)
     for _ in range(8):
@@ -560,25 +455,6 @@ def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
 def goes_backward() -> bool:
     """Return whether this is inside of a backward, as in a hook of a parameter's."""
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
-    """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
-    plain = vars(home)[name]
-
-    @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return around(plain, *args, **kwargs)
-
-    homes = (home,) if also is None else (home, also)
-    for one in homes:
-        setattr(one, name, instead)
-    try:
-        yield
-    finally:
-        for one in homes:
-            setattr(one, name, plain)
 
 
 @contextmanager

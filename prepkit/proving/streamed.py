@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from prepkit.auditing.window import around_calls
-from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
 
 LOOKS: frozenset[Any] = frozenset(
     {

@@ -7,7 +7,9 @@ import gc
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeGuard
@@ -337,3 +339,22 @@ def _names(code: CodeType) -> set[str]:
     """Names that it uses, functions inside it included."""
     inside = (one for one in code.co_consts if isinstance(one, CodeType))
     return {*code.co_names, *code.co_freevars}.union(*map(_names, inside))
+
+
+@contextmanager
+def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
+    """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
+    plain = vars(home)[name]
+
+    @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return around(plain, *args, **kwargs)
+
+    homes = (home,) if also is None else (home, also)
+    for one in homes:
+        setattr(one, name, instead)
+    try:
+        yield
+    finally:
+        for one in homes:
+            setattr(one, name, plain)
