@@ -754,10 +754,8 @@ def ticked_behind_a_step_that_the_scaler_refused(rank: int, world: int) -> None:
 
 def ticked_in_windows_of_accelerate(rank: int, world: int) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin
 
-    windows = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=True)  # which counts ticks that it holds back
-    ours = Accelerator(cpu=True, gradient_accumulation_plugin=windows)
+    ours = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = net()
     optimizer = adam(model)
     scheduler = rates.CosineAnnealingLR(optimizer, 2)

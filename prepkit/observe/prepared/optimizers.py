@@ -260,12 +260,9 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
 
 
 def _early(scheduler: Any) -> int:
-    """Ticks since it was made: torch counts them, the one of its construction as the first.
-
-    accelerate counts there also what it holds back inside a window.
-    """
-    known = [getattr(scheduler, "_step_count", 1), getattr(scheduler, "last_epoch", 0) + 1]
-    return max(0, min(known) - 1) if all(isinstance(one, int) for one in known) else 0
+    """Ticks since it was made: torch counts them, the one of its construction as the first."""
+    count = getattr(scheduler, "_step_count", 1)
+    return max(0, count - 1) if isinstance(count, int) else 0
 
 
 def _ticks(given: Any) -> int:
