@@ -205,7 +205,7 @@ def counts() -> tuple[Count, ...]:
             before=None,
             ceiling=44,
         ),
-        Count(what="errors of arguments there", now=raised(ARGUMENTS.__contains__), before=None, ceiling=109),
+        Count(what="errors of arguments there", now=raised(ARGUMENTS.__contains__), before=None, ceiling=111),
         Count(what="warnings without an id there", now=calls("warnings.warn", REFUSING), before=10, ceiling=0),
         Count(what="warnings of a logger there", now=logged(), before=None, ceiling=2),
         Count(what="is_initialized()", now=calls("is_initialized"), before=83, ceiling=2),
