@@ -135,11 +135,6 @@ def _cause(facts: RunFacts) -> str:
         return f"Look at DDP's communication hook {hooks}: it has to return the average over all ranks."
     if any(not ddp.averages for ddp in facts.ddp):
         return LEAVE
-    if facts.ddp and facts.window is not None and not facts.window.backwards:
-        return (
-            "Call loss.backward(), in which DDP averages: torch.autograd.grad() goes past it; or average what that "
-            "gives: dist.all_reduce(grad); grad /= world."
-        )
     return ""
 
 
