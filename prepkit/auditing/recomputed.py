@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -35,11 +35,9 @@ class Recomputed:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        with ExitStack() as stack:
-            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._reenters))
-            stack.enter_context(around_calls(checkpoints.CheckpointFunction, "forward", self._recomputes))
-            without = "_checkpoint_without_reentrant_generator"
-            stack.enter_context(around_calls(checkpoints, without, self._checkpoints))
+        without = "_checkpoint_without_reentrant_generator"
+        reentrant = around_calls(checkpoints.CheckpointFunction, "forward", self._reenters)
+        with reentrant, around_calls(checkpoints, without, self._checkpoints):
             yield
 
     def without_gradient(self, first: Mapping[int, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -48,26 +46,17 @@ class Recomputed:
             if first.keys() >= set(held):
                 yield line, tuple(first[one] for one in held)
 
-    def _reenters(self, plain: Any, ctx: Any, function: Any, preserve: Any, *given: Any) -> Any:
+    def _reenters(self, plain: Any, ctx: Any, function: Any, keeps: bool, *given: Any) -> Any:
         if self.trains and not any(one.requires_grad for one in given if isinstance(one, Tensor)):
             params = (param for module in _modules_in(function) for param in module.parameters())
             held = tuple(dict.fromkeys(id(param) for param in params if param.requires_grad))
             if held:
                 self._reentrant[line_of_program(frames_above(__file__)), held] = None
-        return plain(ctx, function, preserve, *given)
-
-    def _recomputes(self, plain: Any, ctx: Any, function: Any, keeps: bool, *given: Any) -> Any:
         with self._recomputed(function, keeps=keeps):
             return plain(ctx, function, keeps, *given)
 
     def _checkpoints(
-        self,
-        plain: Any,
-        function: Any,
-        keeps: bool = True,
-        around: Any = None,
-        *given: Any,
-        **named: Any,
+        self, plain: Any, function: Any, keeps: bool = True, around: Any = None, *given: Any, **named: Any
     ) -> Iterator[None]:
         around = checkpoints.noop_context_fn if around is None else around
         before_and_after = plain(function, keeps, around, *given, **named)
