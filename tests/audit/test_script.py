@@ -684,7 +684,7 @@ STEPS_ALONE: dict[str, tuple[str, bool, str]] = {
         False,
         "error run.gradients-part at model.weight",
     ),
-    "gradients past backward": (PAST_BACKWARD, False, "Call loss.backward(), in which DDP averages"),
+    "gradients past backward": (PAST_BACKWARD, False, "Call loss.backward(), which fills .grad with the average"),
 }
 """Each with whether it is right, and what is said."""
 

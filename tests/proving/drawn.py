@@ -216,9 +216,10 @@ class OfPrepkit:
         ready = pk.apply(pk.build_plan(cfg, net()))
 
         def train() -> None:
-            for at, batch in enumerate(micros(self.accumulation)):
-                loss = loss_of(ready.model, batch) / self.by
-                ready.backward(loss, mean_over=4.0 + rank + 3 * at if self.tokens else None)
+            for at, (x, y) in enumerate(micros(self.accumulation)):
+                samples = 3 + rank + at if self.tokens else 6
+                loss = loss_of(ready.model, (x[:samples], y[:samples])) / self.by
+                ready.backward(loss, mean_over=float(samples) if self.tokens else None)
                 ready.step()
 
         return Window(ready.model, train)

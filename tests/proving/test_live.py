@@ -49,9 +49,10 @@ def trained(rank: int, world: int, run: Run, wrong: float = 1.0, *, tokens: bool
     ready = pk.apply(pk.build_plan(run.cfg, net()), prove=1)
     refused = ""
     try:
-        for at, batch in enumerate(micros(run.cfg.accumulation)):
-            loss = loss_of(ready.model, batch) / wrong
-            ready.backward(loss, mean_over=3.0 + rank + 5 * at if tokens else None)
+        for at, (x, y) in enumerate(micros(run.cfg.accumulation)):
+            samples = 3 + rank + at if tokens else 6
+            loss = loss_of(ready.model, (x[:samples], y[:samples])) / wrong
+            ready.backward(loss, mean_over=float(samples) if tokens else None)
             ready.step()
     except RunRefused as error:
         refused = str(error)

@@ -12,7 +12,12 @@ from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
     scheduler = facts.scheduler
-    if scheduler is not None and facts.optimizers and not scheduler.drives_optimizer and not facts.running:
+    if (
+        scheduler is not None
+        and facts.optimizers
+        and not scheduler.drives_optimizer
+        and (facts.applied or not facts.running)
+    ):
         yield Hit("scheduler", f"`{scheduler.name}` changes the learning rate of an optimizer that was not given.")
 
 

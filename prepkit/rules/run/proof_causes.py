@@ -437,6 +437,11 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         each = [_where(cause, one.holders[copy], each) for copy, cause in enumerate(each)] if one.dots else each
         for cause in dict.fromkeys(_merged(one, each, facts)):
             found.setdefault((cause.rule, cause.why.partition(":")[0]), []).append((cause, one.name))
+    lacking = [key for key in found if key[1].startswith(NONE_OF)]
+    if facts.world == len(lacking) == 2:  # of some each of both has its own alone
+        for key in lacking:
+            alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
+            found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
     turned = any(rule in ("prove.direction", "prove.clipped-scaled") for rule, _ in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
         return ((scaled, tuple(one.name for one in facts.gradients)),)
