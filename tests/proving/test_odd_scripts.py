@@ -264,6 +264,15 @@ optimizer.step()
 }
 
 
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    """Gradients that other tests of this process have left are those of no model of a script."""
+    gc.collect()
+    for one in gc.get_objects():
+        if issubclass(type(one), nn.Parameter):
+            one.grad = None
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) -> None:
     proof = proved(tmp_path, RIGHT[name])
