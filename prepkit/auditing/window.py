@@ -22,9 +22,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
+from prepkit.auditing.forwards import Forwards
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
@@ -82,6 +84,7 @@ class Window:
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     recomputed: Recomputed = field(factory=Recomputed)
+    forwards: Forwards = field(factory=Forwards)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -111,6 +114,7 @@ class Window:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
             stack.enter_context(self.recomputed.on())
+            stack.enter_context(self.forwards.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -159,6 +163,7 @@ class Window:
             undivided=self.undivided,
             forgetful=tuple(self.recomputed.forgetful),
             renormalised=tuple(self.recomputed.renormalised),
+            forwards=tuple(self.forwards.facts(_sizes(alive), first.keys())),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0),
             backwards=self.backwards,
@@ -175,13 +180,13 @@ class Window:
             ticks=ticks,
         )
 
-    def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
         self._entered[id(module)] = weakref.ref(module)
         self.recomputed.trains = torch.is_grad_enabled()
         if not self.recomputed.trains:
-            return
+            return None
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:
             self.text = odd_batch(dict(zip(signature(inside.forward).parameters, args, strict=False)) | kwargs, config)
@@ -192,6 +197,7 @@ class Window:
         kind = None if narrow is None else narrow.device.type
         if kind and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             self._float16[type(module).__name__] = None
+        return self.forwards.enters(module, args, kwargs) if module.training else None
 
     def _sends(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -423,6 +429,14 @@ def _by_a_library() -> bool:
     return False
 
 
+def _sizes(alive: list[Any]) -> set[int]:
+    """Of the batches that living loaders give, or those that are iterated."""
+    samplers = (
+        getattr(one, "_index_sampler", None) for one in alive if isinstance(one, DataLoader | _BaseDataLoaderIter)
+    )
+    return {size for one in samplers if isinstance(size := getattr(one, "batch_size", None), int)}
+
+
 def _scalers() -> list[type]:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -458,19 +472,25 @@ def goes_backward() -> bool:
 
 
 @contextmanager
-def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Inside, ``tell`` hears of modules that are called from outside of any other, and how, before they are."""
+def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], Callable[[Any], None] | None]) -> Iterator[None]:
+    """Inside, ``tell`` hears of modules that are called from outside of any other, and how, before they are.
+
+    It may return what hears of their outputs.
+    """
     plain, listens = nn.Module.__call__, True
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not listens:  # torch.compile keeps what it finds here, and traces it
             return plain(module, *args, **kwargs)
-        tell(module, args, kwargs)
+        leaves = tell(module, args, kwargs)
         nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
         try:
-            return plain(module, *args, **kwargs)
+            result = plain(module, *args, **kwargs)
         finally:
             nn.Module.__call__ = call  # type: ignore[method-assign]
+        if leaves is not None:
+            leaves(result)
+        return result
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:

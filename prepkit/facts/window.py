@@ -89,6 +89,40 @@ class WorkersAlike:
 
 
 @frozen(kw_only=True)
+class Mixed:
+    """A module in which what a model says of one sample comes to depend on others of its batch."""
+
+    path: str
+    kind: str
+    """Its class."""
+    batch: int
+    """Samples of the batch."""
+    time_first: bool = False
+    """Whether it says ``batch_first=False``."""
+
+
+@frozen(kw_only=True)
+class ForwardFacts:
+    """What a model makes of the batch that it was given last, asked with something of it changed."""
+
+    model: str
+    """Its class."""
+    drops: tuple[str, ...] = ()
+    """Functions that drop elements in evaluation mode, with their lines."""
+    mixed: Mixed | None = None
+    ahead: str = ""
+    """The input whose next token is learned by places that see it; empty: there is none."""
+    copies: str = ""
+    """The input of which each place learns the token that it was given."""
+    skips: bool = False
+    """Whether every place learns the token behind the next one."""
+    padded: str = ""
+    """The input whose pads change what the model says of a sample."""
+    learned: str = ""
+    """The input whose pads count in the loss."""
+
+
+@frozen(kw_only=True)
 class WindowFacts:
     """What passed through which function before the first step."""
 
@@ -120,6 +154,7 @@ class WindowFacts:
     """What was checkpointed, without its random numbers, and has drawn some."""
     renormalised: tuple[str, ...] = ()
     """What was checkpointed with a batch norm inside that averages what it sees."""
+    forwards: tuple[ForwardFacts, ...] = ()
     elsewhere: tuple[str, ...] = ()
     """Classes of other models that were called, and whose ``forward`` runs the one that trains."""
     ticked: int = 0

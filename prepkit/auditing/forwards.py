@@ -1,0 +1,388 @@
+"""What a model makes of the batch that it was given last: it is asked once more, with something of the batch changed.
+
+Of one sample others must hear nothing, of a token nothing that comes before it and predicts it, of pads nobody. None of
+that needs to know how the model computes. Nothing is left of the asking.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor, nn
+
+from prepkit.auditing.asking import Asking, Call, apart, tensors
+from prepkit.facts.window import ForwardFacts, Mixed
+from prepkit.objects.bare_tree import is_sharded
+from prepkit.objects.names import unwrap_root
+from prepkit.observe.prepared.around import around_calls
+
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""Of ``torch.nn.functional``: what compares outputs with targets of each place."""
+SLOW_S = 5.0
+"""A model whose forward takes longer is asked nothing."""
+MOST = 8
+"""Calls, and losses, that are kept."""
+TOO_FAR = 1e-3
+"""Of the largest output: a difference that no rounding makes."""
+SURE = 0.99
+"""Share of the targets that have to be tokens of the input."""
+ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
+"""Words in the name of a class that is there to compare samples of a batch, or to compute them by one scale."""
+CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
+
+
+@frozen(kw_only=True, eq=False)
+class Compared:
+    """What a loss has compared."""
+
+    outputs: Tensor
+    targets: Tensor
+    left_out: int
+    """The target that does not count."""
+    counts_all: bool
+    """Whether every other one counts: none is weighed, and the loss is no longer that of each place."""
+
+
+@define(eq=False)
+class Forwards:
+    """Listens inside ``on()`` to calls of models that train, and to what losses compare."""
+
+    _calls: dict[int, Call] = field(factory=dict)
+    _losses: list[Compared] = field(factory=list)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with ExitStack() as stack:
+            for name in LOSSES:
+                stack.enter_context(around_calls(nn.functional, name, self._compares))
+            yield
+
+    def enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
+        """Keeps a call that trains, and returns what is to hear of its outputs."""
+        kind = next((one.device.type for one in module.parameters()), "cpu")
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        call = Call(weakref.ref(module), apart(args), apart(kwargs), autocast)
+        self._calls.pop(id(module), None)
+        self._calls[id(module)] = call
+        while len(self._calls) > MOST:
+            del self._calls[next(iter(self._calls))]
+
+        def leaves(outputs: Any) -> None:
+            call.outputs = apart(outputs)
+
+        return leaves
+
+    def _compares(self, plain: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            known = dict(zip(("input", "target"), given, strict=False)) | named
+            pair = [one for one in (known.get("input"), known.get("target")) if type(one) is Tensor]
+            if len(pair) == 2:
+                left_out = int(named.get("ignore_index", -100))
+                counts_all = named.get("reduction", "mean") != "none" and named.get("weight") is None and len(given) < 3
+                outputs, targets = (one.detach() for one in pair)
+                one = Compared(outputs=outputs, targets=targets, left_out=left_out, counts_all=counts_all)
+                self._losses = [*self._losses, one][-MOST:]
+        return plain(*given, **named)
+
+    def facts(self, sizes: Collection[int], trained: Collection[int]) -> Iterator[ForwardFacts]:
+        """What each model makes of its last batch that has something to say of it.
+
+        ``sizes``: of the batches that loaders give; ``trained``: the ``id``s of what is about to be stepped.
+        """
+        returned = [one for call in self._calls.values() for one in tensors(call.outputs)]
+        for call in [*self._calls.values()]:
+            module = call.module()
+            if module is None or not any(id(param) in trained for param in module.parameters()):
+                continue
+            inside = unwrap_root(module)[-1]
+            if _can_be_asked(inside):
+                yield from _asked(call, inside, sizes, self._losses, returned)
+        self._calls.clear()
+        self._losses.clear()
+
+
+def _can_be_asked(module: nn.Module) -> bool:
+    """Return whether all of it is here, and it is Python that computes."""
+    here = not is_sharded(module) and not any(one.is_meta for one in module.parameters())
+    return here and not isinstance(module, torch.jit.ScriptModule)
+
+
+def _asked(
+    call: Call, module: nn.Module, sizes: Collection[int], losses: list[Compared], returned: list[Tensor]
+) -> Iterator[ForwardFacts]:
+    asking = Asking(call=call, module=module)
+    with asking.aside():
+        begun = time.perf_counter()
+        first = asking.outputs()
+        if first is None or time.perf_counter() - begun > SLOW_S:
+            return
+        told = ForwardFacts(model=type(module).__name__, drops=tuple(asking.drops))
+        again = asking.outputs()
+        if again is not None and all(map(_equal, first, again)):  # else it draws, or remembers
+            told = evolve(told, mixed=_mixed(asking, first, sizes), **_ahead(asking, first, losses, returned))
+            told = evolve(told, **_padded(asking, losses))
+    yield told
+
+
+# --- one sample, and the others ---
+
+
+def _mixed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> Mixed | None:
+    """Where the outputs of a sample come to depend on another one; None: nowhere, or it cannot be told."""
+    given = [*tensors((asking.call.args, asking.call.kwargs))]
+    size = next((one.shape[0] for one in given if one.dim() and one.shape[0] in sizes), 0)
+    if size < 2 or any(size in one.shape[1:] for one in given) or _on_purpose(asking.module):
+        return None
+    change = partial(_first_replaced, size)
+    changed = asking.outputs(change)
+    if changed is None or not _others_differ(size, first, changed):
+        return None
+    with _heard(asking.module, size) as before:
+        asking.outputs()
+    with _heard(asking.module, size) as after:
+        asking.outputs(change)
+    for name, (inputs, outputs) in before.items():
+        ends = after.get(name, ([], []))
+        if _others_differ(size, outputs, ends[1]) and not _others_differ(size, inputs, ends[0]):
+            module = asking.module.get_submodule(name)
+            kind, first_dim = type(module).__name__, getattr(module, "batch_first", True)
+            if any(word in kind.lower() for word in ON_PURPOSE):
+                return None
+            return Mixed(path=name, kind=kind, batch=size, time_first=first_dim is False)
+    return None
+
+
+def _on_purpose(module: nn.Module) -> bool:
+    """Return whether a batch norm of its own averages the samples of every batch."""
+    return any(isinstance(one, CAN_MIX) and one.running_mean is None for one in module.modules())
+
+
+def _first_replaced(size: int, one: Tensor) -> Tensor:
+    """The batch with its second sample in the place of the first."""
+    if not one.dim() or one.shape[0] != size:
+        return one
+    return torch.cat([one[1:2], one[1:]])
+
+
+def _others_differ(size: int, before: list[Tensor], after: list[Tensor]) -> bool:
+    pairs = zip(before, after, strict=True) if len(before) == len(after) else ()
+    return any(_far(a[1:], b[1:]) for a, b in pairs if a.shape == b.shape and _by_sample(a, size))
+
+
+def _by_sample(one: Tensor, size: int) -> bool:
+    return one.dim() > 0 and one.shape[0] == size and size not in one.shape[1:]
+
+
+Heard = dict[str, tuple[list[Tensor], list[Tensor]]]
+
+
+@contextmanager
+def _heard(module: nn.Module, size: int) -> Iterator[Heard]:
+    """What its modules are given and return inside, in the order in which they return."""
+    heard: Heard = {}
+
+    def hears(name: str, _: Any, args: Any, kwargs: Any, result: Any) -> None:
+        pair = ([one for one in tensors(each) if _by_sample(one, size)] for each in ((args, kwargs), result))
+        heard.setdefault(name, tuple(pair))  # type: ignore[arg-type]
+
+    hooks = [one.register_forward_hook(partial(hears, name), with_kwargs=True) for name, one in module.named_modules()]
+    try:
+        yield heard
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# --- a place, and what comes after it ---
+
+
+def _ahead(asking: Asking, first: list[Tensor], losses: list[Compared], returned: list[Tensor]) -> dict[str, Any]:
+    """Of sequences whose places predict others: what is wrong between the two."""
+    found = []
+    for name, tokens in asking.call.given.items():
+        distances = [one for loss in losses if (one := _distance(tokens, loss, returned)) is not None]
+        for dim, distance in distances:
+            if (looks := _looks_ahead(asking, first, tokens, dim)) is not None:
+                found.append((name, distance, looks, tokens.is_floating_point()))
+    next_ones = [(name, looks) for name, distance, looks, _ in found if distance == 1]
+    copied = [name for name, distance, looks, floats in found if distance < 1 and not looks and not floats]
+    return {
+        "ahead": next_ones[-1][0] if next_ones and all(looks for _, looks in next_ones) else "",
+        "copies": copied[0] if copied and not next_ones else "",
+        "skips": bool(found) and all(distance > 1 for _, distance, _, _ in found),
+    }
+
+
+def _distance(tokens: Tensor, loss: Compared, returned: list[Tensor]) -> tuple[int, int] | None:
+    """The dimension of the places, and how many of them an output lies before what it predicts; None: none predict."""
+    if tokens.dim() < 2 or tokens.is_floating_point() != loss.targets.is_floating_point() or tokens.dtype == torch.bool:
+        return None
+    for dim in (1, 0):
+        rows = tokens.transpose(0, dim)
+        for less in (0, 1):
+            goal = _by_place(loss.targets, rows, dim, less)
+            began = None if goal is None else _begins(loss.outputs, returned, dim, len(rows), less)
+            for shift in (1, 0, -1, 2):
+                if goal is not None and began is not None and _is_shifted(rows, goal, shift, loss.left_out):
+                    return dim, shift - began
+    return None
+
+
+def _by_place(targets: Tensor, rows: Tensor, dim: int, less: int) -> Tensor | None:
+    """Targets by place, then by row; None: they are not as many as the places but so many."""
+    length, rest = rows.shape[0] - less, rows.shape[1:]
+    if length < 4 or targets.numel() != length * rest.numel():
+        return None
+    return targets.reshape(rest[0], length, *rest[1:]).transpose(0, 1) if dim else targets.reshape(length, *rest)
+
+
+def _begins(outputs: Tensor, returned: list[Tensor], dim: int, length: int, less: int) -> int | None:
+    """The place of the first output that a loss was given; None: they are none of what a model returned."""
+    if not less:
+        return 0
+    orders = [outputs.reshape(-1), outputs.transpose(1, 2).reshape(-1)] if outputs.dim() == 3 else [outputs.reshape(-1)]
+    for one in returned:
+        if one.dim() > 1 and one.shape[dim] == length and one.numel() // length * (length - less) == outputs.numel():
+            for begin in (0, less):
+                cut = one.narrow(dim, begin, length - less).reshape(-1).to(outputs.dtype)
+                if any(torch.equal(cut, order) for order in orders):
+                    return begin
+    return None
+
+
+def _is_shifted(rows: Tensor, goal: Tensor, shift: int, left_out: int) -> bool:
+    """Return whether the targets are the tokens so many places on; and not those at any other, as constants are."""
+    most = min(rows.shape[0] - max(shift, 0), goal.shape[0])
+    begin = max(-shift, 0)
+    there, here = rows[begin + shift : most + shift], goal[begin:most]
+    counted = here != left_out
+    if there.shape != here.shape or int(counted.sum()) < 4 or _different(here[counted]) < 3:
+        return False
+    return float((there == here)[counted].float().mean()) > SURE
+
+
+def _looks_ahead(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int) -> bool | None:
+    """Whether outputs of the first half change with tokens of the second; None: nothing changes."""
+    middle = tokens.shape[dim] // 2
+    later = tokens.narrow(dim, middle, tokens.shape[dim] - middle)
+    others = later.roll(1, 1 - dim).flip(dim)  # another row's, and in another order
+    changed = torch.cat([tokens.narrow(dim, 0, middle), others], dim)
+    after = asking.outputs(lambda one: changed if one is tokens else one)
+    shapes = [one.shape == other.shape for one, other in zip(first, after or (), strict=False)]
+    if after is None or not all(shapes) or len(after) != len(first):
+        return None
+    by_place = [pair for pair in zip(first, after, strict=True) if _has_places(pair[0], tokens)]
+    if not any(_far(*pair) for pair in by_place):
+        return None
+    return any(_far(a.narrow(dim, 0, middle), b.narrow(dim, 0, middle)) for a, b in by_place)
+
+
+def _has_places(one: Tensor, tokens: Tensor) -> bool:
+    return one.dim() > 1 and one.shape[:2] == tokens.shape[:2]
+
+
+# --- pads ---
+
+
+def _padded(asking: Asking, losses: list[Compared]) -> dict[str, Any]:
+    """Names of tokens whose pads change what the model says of a sample, and of those whose pads are learned."""
+    told = {}
+    for name, tokens in asking.call.given.items():
+        if tokens.dim() != 2 or not _are_tokens(tokens):
+            continue
+        if (lengths := _lengths(asking, tokens)) is not None:
+            if _changes_with_pads(asking, tokens, lengths):
+                told["padded"] = name
+            if any(_learned(tokens, lengths, loss) for loss in losses):
+                told["learned"] = name
+    return told
+
+
+def _are_tokens(one: Tensor) -> bool:
+    """Return whether these may be; masks and targets are none."""
+    whole = not one.is_floating_point() and one.dtype != torch.bool
+    return whole and one.numel() > 0 and int(one.min()) >= 0 and _different(one) > 2
+
+
+def _learned(tokens: Tensor, lengths: Tensor, loss: Compared) -> bool:
+    """Return whether a loss counts places behind the first pad of a row, which may be the end of a text."""
+    if not loss.counts_all or loss.targets.is_floating_point():
+        return False
+    for less in (0, 1):
+        goal = _by_place(loss.targets, tokens.transpose(0, 1), 1, less)
+        if goal is not None:
+            behind = torch.arange(len(goal), device=goal.device)[:, None] > lengths + 1 - less
+            return bool(((goal != loss.left_out) & behind).any())
+    return False
+
+
+def _lengths(asking: Asking, tokens: Tensor) -> Tensor | None:
+    """How many tokens each row has before its pads, by what knows of pads; None: nothing does, or there are none."""
+    runs = (tokens == tokens[:, -1:]).flip(1).long().cumprod(1).sum(1)
+    ends = tokens[runs > 1, -1]
+    if _different(ends) != 1 or tokens.shape[1] < 4:
+        return None
+    pad = int(ends[0])
+    lengths = tokens.shape[1] - torch.where(tokens[:, -1] == pad, runs, torch.zeros_like(runs))
+    known = {getattr(one, "padding_idx", None) for one in asking.module.modules()}
+    known.add(getattr(getattr(asking.module, "config", None), "pad_token_id", None))
+    places = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    masks = [one.bool() for one in asking.call.given.values() if one.shape == tokens.shape and one is not tokens]
+    masked = any(bool((one == places).all()) or bool((one != places).all()) for one in masks)
+    alone = _different(lengths) > 2 and not bool(((tokens == pad) & places).any())  # it stands behind texts only
+    return lengths if int(lengths.min()) > 0 and (pad in known or masked or alone) else None
+
+
+def _changes_with_pads(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
+    """Return whether rows say something else of themselves where their pads are cut off."""
+    size, length = tokens.shape
+    rows = (lengths < length).nonzero().flatten()
+    longest = int(lengths[rows].max())
+    if size == length or any(isinstance(one, nn.Conv1d | nn.Conv2d) for one in asking.module.modules()):
+        return False  # convolutions look over the edge of a text by what they are
+
+    def chosen(one: Tensor) -> Tensor:
+        return one[rows] if one.dim() and one.shape[0] == size else one
+
+    def cut(one: Tensor) -> Tensor:
+        one = chosen(one)
+        return one[:, :longest] if one.dim() > 1 and one.shape[1] == length else one
+
+    before, after = asking.outputs(chosen), asking.outputs(cut)
+    if before is None or after is None or len(before) != len(after):
+        return False
+    return any(_far(*_real(a, b, lengths[rows], length, longest)) for a, b in zip(before, after, strict=True))
+
+
+def _real(one: Tensor, cut: Tensor, lengths: Tensor, length: int, longest: int) -> tuple[Tensor, Tensor]:
+    """What both say of the tokens, where they say something of each; else all of it. Nothing, where they do not fit."""
+    rows = len(lengths)
+    if one.dim() > 1 and one.shape[:2] == (rows, length) and cut.shape[:2] == (rows, longest):
+        places = torch.arange(longest, device=one.device) < lengths[:, None]
+        return one[:, :longest][places], cut[places]
+    if one.shape == cut.shape and one.dim() and one.shape[0] == rows:
+        return one, cut
+    return one.flatten()[:0], cut.flatten()[:0]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and not _far(one, other, 1e-6)
+
+
+def _far(one: Tensor, other: Tensor, limit: float = TOO_FAR) -> bool:
+    if one.shape != other.shape or not one.numel():
+        return False
+    one, other = one.float().nan_to_num(0.0, 0.0, 0.0), other.float().nan_to_num(0.0, 0.0, 0.0)
+    return float((one - other).abs().max()) > limit * float(one.abs().max().clamp_min(1e-6))
+
+
+def _different(one: Tensor) -> int:
+    return int(torch.unique(one).numel())

@@ -1,0 +1,120 @@
+"""What a model makes of a batch: of whom the outputs of a sample depend, and what they are to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.run import RunFacts
+from prepkit.facts.window import ForwardFacts
+from prepkit.findings import Severity
+from prepkit.findings.text import some
+from prepkit.rules.rule import Hit, Moment, Rule
+
+_BATCH_FIRST = "Write batch_first=True where it is made, or give it (time, batch, width)."
+
+
+def _forwards(facts: RunFacts) -> tuple[ForwardFacts, ...]:
+    return facts.window.forwards if facts.window is not None else ()
+
+
+def _mixes(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.mixed is not None:
+            place = one.mixed.path or "its own forward"
+            what = f"What it says of one sample changes with the other {one.mixed.batch - 1} of the batch, also in"
+            since = f"evaluation mode; from {place} on ({one.mixed.kind})."
+            yield Hit(one.model, f"{what} {since}", _BATCH_FIRST if one.mixed.time_first else "")
+
+
+def _sees(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.ahead:
+            what = (
+                f"Each place of {one.ahead} learns the next token, and what it says changes with that token: it reads"
+            )
+            yield Hit(one.model, f"{what} off what it is to predict.")
+
+
+def _copies(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.copies:
+            what = f"Each place of {one.copies} learns the token that it was given, and sees none behind it: there is"
+            yield Hit(one.model, f"{what} nothing to predict.")
+        elif one.skips:
+            yield Hit(one.model, "Each place learns the token behind the next one: something has shifted them twice.")
+
+
+def _pads(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.padded:
+            what = f"What it says of a sample changes with the number of pads behind it in {one.padded}"
+            yield Hit(one.model, f"{what}, and so with the longest sample of its batch.")
+
+
+def _learns_pads(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.learned:
+            yield Hit(one.model, f"The loss counts places that are pads in {one.learned}.")
+
+
+def _drops(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.drops:
+            yield Hit(one.model, f"It drops elements in evaluation mode too: {some(one.drops)}.")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.samples-mix",
+        summary="What a model says of a sample does not depend on the others of its batch.",
+        check=_mixes,
+        at=(Moment.AUDIT,),
+        fix="Look which dimension it takes for the batch: attention, softmax and reshapes go along another one.",
+        severity=Severity.WARNING,
+        source=("torch MultiheadAttention, RNNBase: batch_first",),
+    ),
+    Rule(
+        id="run.sees-ahead",
+        summary="No place sees the token that it is to predict.",
+        check=_sees,
+        at=(Moment.AUDIT,),
+        fix="Mask what comes later: is_causal=True, or a mask that is True (or -inf) above the diagonal; read one way.",
+        source=("torch scaled_dot_product_attention",),
+    ),
+    Rule(
+        id="run.shifted",
+        summary="Each place predicts the token behind it.",
+        check=_copies,
+        at=(Moment.AUDIT,),
+        fix="Shift once: outputs[:, :-1] against tokens[:, 1:].",
+        source=("transformers ForCausalLMLoss",),
+    ),
+    Rule(
+        id="run.pads-heeded",
+        summary="What a model says of a sample does not depend on the pads behind it.",
+        check=_pads,
+        at=(Moment.AUDIT,),
+        fix="Give it the mask of the pads, with the sense that it takes, or lengths; average over tokens alone.",
+        severity=Severity.WARNING,
+        source=("torch TransformerEncoder: src_key_padding_mask", "torch pack_padded_sequence"),
+    ),
+    Rule(
+        id="run.pads-learned",
+        summary="Pads do not count in a loss.",
+        check=_learns_pads,
+        at=(Moment.AUDIT,),
+        fix="Write -100 where a target is a pad, or ignore_index= of the pad.",
+        severity=Severity.WARNING,
+        source=("torch cross_entropy: ignore_index",),
+    ),
+    Rule(
+        id="run.drops-evaluating",
+        summary="Nothing is dropped in evaluation mode.",
+        check=_drops,
+        at=(Moment.AUDIT,),
+        fix="Write training=self.training, or dropout_p=self.dropout if self.training else 0.0.",
+        severity=Severity.WARNING,
+        source=("torch dropout, scaled_dot_product_attention",),
+    ),
+)
+"""What is asked of a model with its batch changed, in reporting order."""
