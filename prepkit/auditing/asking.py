@@ -126,10 +126,12 @@ def _refuse(plain: Any, *_: Any, **__: Any) -> Any:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Afterwards its modules have the attributes, modes and buffers that they had."""
+    """Inside its buffers are copies; afterwards its modules have the attributes, modes and buffers that they had."""
     kept = [(one, dict(vars(one)), _containers(one)) for one in module.modules()]
-    values = [(one, one.clone()) for one in module.buffers() if not one.is_meta]
     try:
+        for one, _, _ in kept:
+            for name, buffer in one._buffers.items():
+                one._buffers[name] = None if buffer is None else buffer.clone()
         yield
     finally:
         for one, before, held in kept:
@@ -138,10 +140,6 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
             for container, content in held:
                 container.clear()
                 (container.extend if isinstance(container, list) else container.update)(content)
-        with torch.no_grad():
-            for buffer, value in values:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
 
 
 def _containers(module: nn.Module) -> list[tuple[Any, Any]]:

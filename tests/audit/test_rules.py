@@ -31,7 +31,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
-from prepkit.facts.window import CourseFacts, Loaded, WindowFacts, WorkersAlike
+from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Mixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
@@ -94,6 +94,11 @@ def switched(**now: Any) -> RunFacts:
     before = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=not trains), *RUNNING.params[1:]))
     after = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=trains, **now), *RUNNING.params[1:]))
     return evolve(FINE, running=((before, after),))
+
+
+def asked(**found: Any) -> RunFacts:
+    """Facts with this of a model that was asked what it makes of its batch."""
+    return evolve(FINE, window=WindowFacts(forwards=(ForwardFacts(model="Net", **found),)))
 
 
 BROKEN: dict[str, RunFacts] = {
@@ -248,6 +253,12 @@ BROKEN: dict[str, RunFacts] = {
     ),
     "run.float16-unscaled": evolve(FINE, window=WindowFacts(float16=("Net",))),
     "run.undivided": evolve(FINE, accumulation=4, window=WindowFacts(undivided=True)),
+    "run.samples-mix": asked(mixed=Mixed(path="layer.attention", kind="MultiheadAttention", batch=8, time_first=True)),
+    "run.sees-ahead": asked(ahead="tokens"),
+    "run.shifted": asked(copies="tokens"),
+    "run.pads-heeded": asked(padded="tokens"),
+    "run.pads-learned": asked(learned="tokens"),
+    "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
     "run.recompiled": later(recompiled=(("forward", 8),)),
     "run.trainer-schedule": evolve(
