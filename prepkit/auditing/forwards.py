@@ -9,26 +9,24 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 from torch import Tensor, nn
 
 from prepkit.auditing.asking import Asking, Call, apart, tensors
+from prepkit.auditing.losses import Compared
 from prepkit.facts.window import ForwardFacts, Mixed
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import around_calls
 
-LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-"""Of ``torch.nn.functional``: what compares outputs with targets of each place."""
 SLOW_S = 5.0
 """A model whose forward takes longer is asked nothing."""
 MOST = 8
-"""Calls, and losses, that are kept."""
+"""Calls that are kept."""
 TOO_FAR = 1e-3
 """Of the largest output: a difference that no rounding makes."""
 SURE = 0.99
@@ -38,32 +36,11 @@ ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
 CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 
 
-@frozen(kw_only=True, eq=False)
-class Compared:
-    """What a loss has compared."""
-
-    outputs: Tensor
-    targets: Tensor
-    left_out: int
-    """The target that does not count."""
-    counts_all: bool
-    """Whether every other one counts: none is weighed, and the loss is no longer that of each place."""
-
-
 @define(eq=False)
 class Forwards:
-    """Listens inside ``on()`` to calls of models that train, and to what losses compare."""
+    """Calls of models that train, from outside of any other."""
 
     _calls: dict[int, Call] = field(factory=dict)
-    _losses: list[Compared] = field(factory=list)
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Inside, it listens."""
-        with ExitStack() as stack:
-            for name in LOSSES:
-                stack.enter_context(around_calls(nn.functional, name, self._compares))
-            yield
 
     def enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
         """Keeps a call that trains, and returns what is to hear of its outputs."""
@@ -80,22 +57,11 @@ class Forwards:
 
         return leaves
 
-    def _compares(self, plain: Any, *given: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            known = dict(zip(("input", "target"), given, strict=False)) | named
-            pair = [one for one in (known.get("input"), known.get("target")) if type(one) is Tensor]
-            if len(pair) == 2:
-                left_out = int(named.get("ignore_index", -100))
-                counts_all = named.get("reduction", "mean") != "none" and named.get("weight") is None and len(given) < 3
-                outputs, targets = (one.detach() for one in pair)
-                one = Compared(outputs=outputs, targets=targets, left_out=left_out, counts_all=counts_all)
-                self._losses = [*self._losses, one][-MOST:]
-        return plain(*given, **named)
-
-    def facts(self, sizes: Collection[int], trained: Collection[int]) -> Iterator[ForwardFacts]:
+    def facts(self, sizes: Collection[int], trained: Collection[int], losses: list[Compared]) -> Iterator[ForwardFacts]:
         """What each model makes of its last batch that has something to say of it.
 
-        ``sizes``: of the batches that loaders give; ``trained``: the ``id``s of what is about to be stepped.
+        ``sizes``: of the batches that loaders give; ``trained``: the ``id``s of what is about to be stepped;
+        ``losses``: what they have compared.
         """
         returned = [one for call in self._calls.values() for one in tensors(call.outputs)]
         for call in [*self._calls.values()]:
@@ -104,9 +70,8 @@ class Forwards:
                 continue
             inside = unwrap_root(module)[-1]
             if _can_be_asked(inside):
-                yield from _asked(call, inside, sizes, self._losses, returned)
+                yield from _asked(call, inside, sizes, losses, returned)
         self._calls.clear()
-        self._losses.clear()
 
 
 def _can_be_asked(module: nn.Module) -> bool:

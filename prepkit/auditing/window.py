@@ -27,6 +27,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from prepkit.auditing import workers
 from prepkit.auditing.forwards import Forwards
+from prepkit.auditing.losses import Losses
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
 from prepkit.facts.window import Loaded, OddSample, WindowFacts
@@ -37,17 +38,6 @@ from prepkit.observe.prepared.loaders import language_config, odd_batch
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.ranks.arrivals import Arrivals
 
-SQUASHED = {
-    "cross_entropy": ("Softmax",),
-    "nll_loss": ("Softmax", "Addmm", "Mm", "Bmm"),
-    "binary_cross_entropy_with_logits": ("Sigmoid", "Softmax"),
-}
-"""Losses of ``torch.nn.functional``, and what they must not be given."""
-SHAPES = frozenset(
-    {"View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone"}
-    | {"T", "Select", "Slice", "Index", "AsStrided", "Contiguous"}
-)
-"""Operations that change no value."""
 DIVIDES = ("DivBackward0", "MulBackward0")
 BETWEEN = ("isend", "irecv", "all_to_all", "all_to_all_single")
 """Calls by which ranks send each other what is no gradient of a parameter."""
@@ -82,9 +72,9 @@ class Window:
     rebuilt: str = ""
     taken: str = ""
     text: OddSample = ""
-    squashed: dict[tuple[str, str], None] = field(factory=dict)
     recomputed: Recomputed = field(factory=Recomputed)
     forwards: Forwards = field(factory=Forwards)
+    losses: Losses = field(factory=Losses)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -114,7 +104,7 @@ class Window:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
             stack.enter_context(self.recomputed.on())
-            stack.enter_context(self.forwards.on())
+            stack.enter_context(self.losses.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -122,8 +112,6 @@ class Window:
             for home in (clip_grad, torch.nn.utils):
                 for name in ("clip_grad_norm_", "clip_grad_value_"):
                     stack.enter_context(around_calls(home, name, partial(self._clips, name)))
-            for name in SQUASHED:
-                stack.enter_context(around_calls(nn.functional, name, self._loss(name)))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
             stack.enter_context(around_calls(torch.optim.Optimizer, "zero_grad", self._clears))
@@ -155,7 +143,8 @@ class Window:
             clipped_none=self.clipped_none,
             clipped_spent=self.clipped_spent,
             clipped_shards=any(map(self._clipped_here, alive)),
-            squashed=tuple(self.squashed),
+            squashed=tuple(self.losses.squashed),
+            misgiven=tuple(self.losses.misgiven),
             loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
             untied=tuple(self._untied()),
             idle=tuple(self._idle()),
@@ -163,7 +152,7 @@ class Window:
             undivided=self.undivided,
             forgetful=tuple(self.recomputed.forgetful),
             renormalised=tuple(self.recomputed.renormalised),
-            forwards=tuple(self.forwards.facts(_sizes(alive), first.keys())),
+            forwards=tuple(self.forwards.facts(_sizes(alive), first.keys(), self.losses.compared)),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0),
             backwards=self.backwards,
@@ -241,15 +230,6 @@ class Window:
             return False
         return any(id(one) in self._by_norm for one in (handle.flat_param, *(handle.flat_param._params or ())))
 
-    def _loss(self, name: str) -> Callable[..., Any]:
-        def around(plain: Any, *given: Any, **named: Any) -> Any:
-            values = given[0] if given else named.get("input")
-            if not torch.compiler.is_compiling() and (before := _before(values)) in SQUASHED[name]:
-                self.squashed[name, before.lower()] = None
-            return plain(*given, **named)
-
-        return around
-
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
         self.backwards += 1
         self.arrivals.goes_backward()
@@ -257,6 +237,7 @@ class Window:
         given_to = tensors if isinstance(tensors, tuple | list) else (tensors,)
         self.rebuilt = "" if any(map(_leads, given_to)) else line_of_program(frames_above(__file__))
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
+        self.losses.backward(loss)
         node = getattr(loss, "grad_fn", None)
         if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:
             self.undivided = True
@@ -386,17 +367,6 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def _alike(key: str, name: str) -> bool:
     """Return whether one is the other behind a prefix."""
     return key.endswith(f".{name}") or name.endswith(f".{key}")
-
-
-def _before(values: Any) -> str:
-    """Return what has made these values, past what changes none: ``Softmax`` of ``SoftmaxBackward0``."""
-    node: Any = getattr(values, "grad_fn", None)
-    for _ in range(6):
-        name = type(node).__name__.partition("Backward")[0]
-        if name not in SHAPES or not node.next_functions:
-            return name
-        node = node.next_functions[0][0]
-    return ""
 
 
 MOST_NODES = 64

@@ -143,6 +143,8 @@ class PreparedLoader:
     """A digest of the indices of its first batches; empty: not looked at, or not to be told."""
     samples: str = ""
     """A digest of its first samples; likewise."""
+    weights: int | None = None
+    """Weights that it draws its samples by; None: by none."""
     order: tuple[int, ...] = ()
     """Seed and epoch of a sampler that shuffles for all ranks together; empty: there is none."""
 

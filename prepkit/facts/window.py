@@ -102,6 +102,18 @@ class Mixed:
 
 
 @frozen(kw_only=True)
+class Misgiven:
+    """A loss that was given what it is not defined for, or what cannot meet."""
+
+    loss: str
+    """Its name in ``torch.nn.functional``; ``loss``: one by hand."""
+    what: str
+    fix: str
+    kind: Literal["", "bounded"] = ""
+    """``bounded``: it is defined, and outputs can be no smaller, or no larger."""
+
+
+@frozen(kw_only=True)
 class ForwardFacts:
     """What a model makes of the batch that it was given last, asked with something of it changed."""
 
@@ -154,6 +166,7 @@ class WindowFacts:
     """What was checkpointed, without its random numbers, and has drawn some."""
     renormalised: tuple[str, ...] = ()
     """What was checkpointed with a batch norm inside that averages what it sees."""
+    misgiven: tuple[Misgiven, ...] = ()
     forwards: tuple[ForwardFacts, ...] = ()
     elsewhere: tuple[str, ...] = ()
     """Classes of other models that were called, and whose ``forward`` runs the one that trains."""

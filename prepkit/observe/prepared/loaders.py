@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DistributedSampler, Subset, TensorDataset, WeightedRandomSampler
 
 from prepkit.facts.run import Division, PreparedLoader
 from prepkit.facts.window import OddSample
@@ -45,6 +45,7 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
         data="" if data is None else _digest(data),
         indices=indices,
         samples=samples,
+        weights=next((len(one.weights) for one in _chain(loader) if isinstance(one, WeightedRandomSampler)), None),
         order=_order(loader),
     )
 

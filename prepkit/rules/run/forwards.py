@@ -1,4 +1,4 @@
-"""What a model makes of a batch: of whom the outputs of a sample depend, and what they are to learn."""
+"""What a model makes of a batch: on whom what it says of a sample depends, and what its losses compare that with."""
 
 from __future__ import annotations
 
@@ -57,6 +57,18 @@ def _learns_pads(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.model, f"The loss counts places that are pads in {one.learned}.")
 
 
+def _misgiven(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.window.misgiven if facts.window is not None else ():
+        if not one.kind:
+            yield Hit(one.loss, f"It is given {one.what}.", one.fix)
+
+
+def _bounded(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.window.misgiven if facts.window is not None else ():
+        if one.kind:
+            yield Hit(one.loss, f"It is given {one.what}.", one.fix)
+
+
 def _drops(facts: RunFacts) -> Iterator[Hit]:
     for one in _forwards(facts):
         if one.drops:
@@ -106,6 +118,23 @@ RULES: tuple[Rule, ...] = (
         fix="Write -100 where a target is a pad, or ignore_index= of the pad.",
         severity=Severity.WARNING,
         source=("torch cross_entropy: ignore_index",),
+    ),
+    Rule(
+        id="run.loss-misgiven",
+        summary="A loss is given what it is defined for.",
+        check=_misgiven,
+        at=(Moment.AUDIT,),
+        fix="Read in torch's page of the loss what it takes.",
+        source=("torch.nn.functional",),
+    ),
+    Rule(
+        id="run.loss-bounded",
+        summary="What a model can say reaches what it is to learn.",
+        check=_bounded,
+        at=(Moment.AUDIT,),
+        fix="Leave the last activation out, or scale the targets.",
+        severity=Severity.WARNING,
+        source=("torch.nn.functional",),
     ),
     Rule(
         id="run.drops-evaluating",

@@ -89,6 +89,13 @@ def _unread(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(f"loaders[{index}]", f"{what} {reads}: the others are never read.")
 
 
+def _weights(facts: RunFacts) -> Iterator[Hit]:
+    for index, loader in enumerate(facts.loaders):
+        if loader.weights is not None and loader.seen.length is not None and loader.weights < loader.seen.length:
+            what = f"Its sampler has {count(loader.weights, 'weight')} for {loader.seen.length} samples"
+            yield Hit(f"loaders[{index}]", f"{what}, and draws none but the first {loader.weights} of them.")
+
+
 def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
     for index, loader in enumerate(facts.loaders):
         contents = {rank.contents[index] for rank in facts.ranks if index < len(rank.contents)}
@@ -288,6 +295,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write DistributedSampler(dataset), which takes the number of ranks from the process group.",
         severity=Severity.WARNING,
         source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.weights-misfit",
+        summary="Samples that are drawn by weights have one each.",
+        check=_weights,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS,),
+        fix="Give each sample the weight of its class: WeightedRandomSampler(class_weights[targets], len(targets)).",
+        source=("torch WeightedRandomSampler",),
     ),
     Rule(
         id="run.ranks-orders",

@@ -1,0 +1,268 @@
+"""What losses are given while a script runs, against what each of them is defined for: by values, shapes and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from inspect import signature
+from itertools import zip_longest
+from math import prod
+from typing import Any, Literal
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+
+from prepkit.facts.window import Misgiven
+from prepkit.observe.prepared.around import around_calls
+
+SQUASHED = {
+    "cross_entropy": ("Softmax",),
+    "nll_loss": ("Softmax", "Addmm", "Mm", "Bmm"),
+    "binary_cross_entropy_with_logits": ("Sigmoid", "Softmax"),
+}
+"""Losses of ``torch.nn.functional``, and what they must not be given."""
+SHAPES = frozenset(
+    {"View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone"}
+    | {"T", "Select", "Slice", "Index", "AsStrided", "Contiguous"}
+)
+"""Operations that change no value."""
+BOUNDS = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, float("inf"))}
+"""The range of what an operation computes."""
+DIFFERENCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+SIGNS = ("margin_ranking_loss", "cosine_embedding_loss", "hinge_embedding_loss", "soft_margin_loss")
+"""Losses whose targets are 1 and -1."""
+CLASSES = ("cross_entropy", "nll_loss")
+PLACES = (*CLASSES, *DIFFERENCES)
+"""What compares outputs with targets of each place."""
+MOST = 8
+"""Comparisons that are kept."""
+NEAR = 1e-2
+"""How far a sum of probabilities may be from 1, in whatever precision they are computed."""
+SMOOTH = 0.5
+"""How far labels are moved on purpose, as those of a discriminator are."""
+DEEP = 8
+"""Nodes of a graph behind a loss in which a difference is looked for."""
+
+
+@frozen(kw_only=True, eq=False)
+class Compared:
+    """What a loss has compared, without graphs."""
+
+    outputs: Tensor
+    targets: Tensor
+    left_out: int
+    """The target that does not count."""
+    counts_all: bool
+    """Whether every other one counts: none is weighed, and the loss is no longer that of each place."""
+
+
+@define(eq=False)
+class Losses:
+    """Listens inside ``on()`` to the losses of ``torch.nn.functional``, which those of ``torch.nn`` call."""
+
+    squashed: dict[tuple[str, str], None] = field(factory=dict)
+    misgiven: dict[Misgiven, None] = field(factory=dict)
+    compared: list[Compared] = field(factory=list)
+    """The last ones of ``PLACES``."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with ExitStack() as stack:
+            for name in dict.fromkeys((*PLACES, *SQUASHED, *TAKES)):
+                stack.enter_context(around_calls(nn.functional, name, partial(self._hears, name)))
+            yield
+
+    def backward(self, loss: Any) -> None:
+        """Hears of what goes backward, be it computed by a loss of torch's or by hand."""
+        if (shape := _spread(loss)) is not None:
+            self._misgiven("loss", f"each of {shape[0]} outputs is compared with all {shape[1]} targets", _SHAPE)
+
+    def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            bound = signature(plain).bind(*given, **named)
+            bound.apply_defaults()
+            known = bound.arguments
+            if all(type(one) in (Tensor, nn.Parameter) for one in known.values() if isinstance(one, Tensor)):
+                self._looks(name, known)
+        return plain(*given, **named)
+
+    def _looks(self, name: str, known: Mapping[str, Any]) -> None:
+        before = _before(known.get("input"))
+        if before in SQUASHED.get(name, ()):
+            self.squashed[name, before.lower()] = None
+        elif name in CLASSES and (values := _no_logits(name, known["input"].detach())):
+            self.squashed[name, values] = None
+        elif (bounds := BOUNDS.get(before)) is not None:
+            self._bounded(name, before, bounds, known)
+        for what, fix in TAKES[name](known) if name in TAKES else ():
+            self._misgiven(name, what, fix)
+        if name in PLACES:
+            self.compared = [*self.compared, _compared(known)][-MOST:]
+
+    def _bounded(self, name: str, before: str, bounds: tuple[float, float], known: Mapping[str, Any]) -> None:
+        """Of outputs that cannot be everywhere, whether targets are where they cannot be."""
+        if name in ("cross_entropy", "binary_cross_entropy_with_logits") and before == "Relu":
+            self._misgiven(name, "logits that cannot be below 0, as a ReLU has made them", _LOGITS, "bounded")
+        elif name in DIFFERENCES and (target := known["target"].detach()).numel():
+            least, most = (float(one) for one in target.aminmax())
+            if least < bounds[0] - NEAR or most > bounds[1] + NEAR:
+                what = f"targets from {least:.3g} to {most:.3g}, which what a {before.lower()} gives cannot reach"
+                self._misgiven(name, what, _REACH, "bounded")
+
+    def _misgiven(self, loss: str, what: str, fix: str, kind: Literal["", "bounded"] = "") -> None:
+        if not any(one.loss == loss and one.kind == kind for one in self.misgiven):
+            self.misgiven[Misgiven(loss=loss, what=what, fix=fix, kind=kind)] = None
+
+
+_LOGITS = "Leave the last activation out: it takes logits."
+_REACH = "Scale the targets into its range, or leave the activation out."
+_SHAPE = "Give both one shape: outputs.squeeze(-1), or targets.unsqueeze(-1)."
+_LOGS = "Give it log_softmax(outputs, dim) in the place of outputs."
+Hits = Iterator[tuple[str, str]]
+
+
+def _of_classes(known: Mapping[str, Any]) -> Hits:
+    outputs, target = known["input"].detach(), known["target"].detach()
+    dim = 1 if outputs.dim() > 1 else 0
+    if outputs.shape[dim] == 1:
+        fix = "Give it an output for each class, or write binary_cross_entropy_with_logits."
+        yield "outputs of one class alone, so that it is 0 whatever the model says", fix
+    elif target.is_floating_point() and not _is_distribution(target, dim):
+        fix = "Where a sample may be of several classes, write binary_cross_entropy_with_logits."
+        yield f"targets that are no probabilities: those of a sample sum to {_least_sum(target, dim):.3g}", fix
+
+
+def _of_logits(known: Mapping[str, Any]) -> Hits:
+    target = known["target"].detach()
+    if target.numel() and not -SMOOTH <= float(target.min()) <= float(target.max()) <= 1 + SMOOTH:
+        yield f"targets from {float(target.min()):.3g} to {float(target.max()):.3g}", "Give it targets from 0 to 1."
+
+
+def _of_divergence(known: Mapping[str, Any]) -> Hits:
+    outputs, target = known["input"].detach(), known["target"].detach()
+    if outputs.numel() and float(outputs.max()) > NEAR:
+        yield "values above 0 in the place of log-probabilities", _LOGS
+    if known["log_target"] and target.numel() and float(target.max()) > NEAR:
+        yield "targets above 0 in the place of log-probabilities", "Leave log_target=True out, or take their logarithm."
+    if not known["log_target"] and target.numel() and float(target.min()) < 0:
+        yield (
+            "targets below 0 in the place of probabilities",
+            "Give it softmax(targets, dim), or write log_target=True.",
+        )
+
+
+def _of_signs(known: Mapping[str, Any]) -> Hits:
+    target = known["target"].detach()
+    if target.numel() and not bool((target.abs() == 1).all()):
+        yield f"targets from {float(target.min()):.3g} to {float(target.max()):.3g}", "Its targets are 1 and -1."
+
+
+def _of_alignment(known: Mapping[str, Any]) -> Hits:
+    outputs, targets, blank = known["log_probs"].detach(), known["targets"], known["blank"]
+    if outputs.numel() and float(outputs.float().logsumexp(-1).abs().max()) > 10 * NEAR:
+        yield "outputs that are no log-probabilities", _LOGS
+    lengths = torch.as_tensor(known["target_lengths"], device=targets.device)
+    if targets.dim() == 2:
+        targets = targets[torch.arange(targets.shape[1], device=targets.device) < lengths.reshape(-1, 1)]
+    if bool((targets == blank).any()):
+        yield f"targets that are {blank}, which is its blank", "Number classes from 1, or give it another blank=."
+
+
+def _of_counts(known: Mapping[str, Any]) -> Hits:
+    before = _before(known["input"])
+    if known["log_input"] and before in ("Exp", "Softplus", "Relu"):
+        yield f"what an {before.lower()} gives, and takes its exponential", "Write log_input=False."
+
+
+def _of_difference(known: Mapping[str, Any]) -> Hits:
+    one, other = tuple(known["input"].shape), tuple(known["target"].shape)
+    whole = _together(one, other)
+    if whole is not None and prod(whole) > max(prod(one), prod(other)):
+        yield f"outputs of {[*one]} and targets of {[*other]}, and compares each with all others", _SHAPE
+
+
+def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of both, broadcast; None: torch will refuse them."""
+    sizes = [*zip_longest(reversed(one), reversed(other), fillvalue=1)]
+    fit = all(a == b or 1 in (a, b) for a, b in sizes)
+    return tuple(max(pair) for pair in reversed(sizes)) if fit else None
+
+
+TAKES: dict[str, Callable[[Mapping[str, Any]], Hits]] = {
+    "cross_entropy": _of_classes,
+    "binary_cross_entropy_with_logits": _of_logits,
+    "kl_div": _of_divergence,
+    "ctc_loss": _of_alignment,
+    "poisson_nll_loss": _of_counts,
+    **dict.fromkeys(DIFFERENCES, _of_difference),
+    **dict.fromkeys(SIGNS, _of_signs),
+}
+"""What is wrong in the arguments of a loss, and what to do."""
+
+
+def _no_logits(name: str, values: Tensor) -> str:
+    """What these are by their values, in the place of what the loss takes; empty: they may be that."""
+    dim = 1 if values.dim() > 1 else 0
+    if values.shape[dim] < 2 or not values.numel():
+        return ""
+    if _is_distribution(values, dim):
+        return "softmax"
+    return "mm" if name == "nll_loss" and float(values.max()) > NEAR else ""
+
+
+def _is_distribution(values: Tensor, dim: int) -> bool:
+    """Return whether they are probabilities along it; rows of zeros, which count for nothing, may be among them."""
+    sums = values.float().sum(dim)
+    return (
+        bool((values >= 0).all()) and bool(sums.any()) and bool(((sums - 1).abs() < NEAR).logical_or(sums == 0).all())
+    )
+
+
+def _least_sum(values: Tensor, dim: int) -> float:
+    """Of the sums the one that is furthest from 1."""
+    sums = values.float().sum(dim).flatten()
+    return float(sums[(sums - 1).abs().argmax()])
+
+
+def _compared(known: Mapping[str, Any]) -> Compared:
+    counts_all = known.get("reduction", "mean") != "none" and known.get("weight") is None
+    outputs, targets = known["input"].detach(), known["target"].detach()
+    return Compared(
+        outputs=outputs, targets=targets, left_out=int(known.get("ignore_index", -100)), counts_all=counts_all
+    )
+
+
+def _before(values: Any) -> str:
+    """Return what has made these values, past what changes none: ``Softmax`` of ``SoftmaxBackward0``."""
+    node: Any = getattr(values, "grad_fn", None)
+    for _ in range(6):
+        name = type(node).__name__.partition("Backward")[0]
+        if name not in SHAPES or not node.next_functions:
+            return name
+        node = node.next_functions[0][0]
+    return ""
+
+
+def _spread(loss: Any) -> tuple[int, int] | None:
+    """How many outputs were subtracted from how many constants, each from all; None: nothing like that was."""
+    node: Any = getattr(loss, "grad_fn", None)
+    for _ in range(DEEP):
+        if node is None:
+            return None
+        inside = [one for one, _ in node.next_functions]
+        if type(node).__name__ in ("SubBackward0", "RsubBackward1") and inside.count(None) == 1:
+            (outputs,) = (one for one in inside if one is not None)
+            here, there = (_shape(one) for one in (node, outputs))
+            if here and there and len(here) == len(there) == 2 and there[1] == 1 < here[0] == there[0] == here[1]:
+                return there[0], here[1]
+            return None
+        node = next((one for one in inside if one is not None), None)
+    return None
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Of what a node of a graph has computed."""
+    return tuple(node._input_metadata[0].shape)

@@ -1,0 +1,165 @@
+"""Programs whose losses are given what they are not defined for, or what outputs cannot reach; and their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from tests.audit.case import adam
+from tests.audit.loops import Loop, taken
+
+BATCH = 8
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def drawn(kind: str, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    match kind:
+        case "normal":
+            return torch.randn(*shape, generator=generator)
+        case "uniform":
+            return torch.rand(*shape, generator=generator)
+        case "probabilities":
+            return torch.randn(*shape, generator=generator).softmax(-1)
+        case _:
+            return torch.randint(2, shape, generator=generator).float()
+
+
+def by(name: str, **given: Any) -> Loss:
+    """A loss of torch's, looked up when it is called."""
+    return lambda outputs, targets: getattr(fn, name)(outputs, targets, **given)
+
+
+def program(name: str, targets: Tensor, loss: Loss, width: int = 5) -> Callable[[int, int], None]:
+    """One step of a small network with this loss."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, width))
+        data = TensorDataset(drawn("normal", len(targets), 6), targets)
+        for x, y in DataLoader(data, batch_size=BATCH, shuffle=True):
+            taken(model, adam(model), loss(model(x), y))
+
+    run.__name__ = name
+    return run
+
+
+CLASSES = torch.arange(4 * BATCH) % 5
+HOT = fn.one_hot(CLASSES, 5).float()
+COUNTS = torch.arange(4 * BATCH).float()[:, None] % 7
+SIGNS = drawn("bits", 4 * BATCH, 1) * 2 - 1
+WORDS = (torch.arange(4 * BATCH)[:, None] + torch.arange(3)) % 4 + 1
+
+
+def aligned(normal: bool, blank: int = 0) -> Loss:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        logs = outputs.log_softmax(-1) if normal else outputs
+        steps = logs.reshape(1, BATCH, -1).expand(9, -1, -1)
+        return fn.ctc_loss(steps, targets, torch.full((BATCH,), 9), torch.full((BATCH,), 3), blank=blank)
+
+    return loss
+
+
+def ranked(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Every sample against every other."""
+    return fn.softplus(-(outputs - outputs.T) * (targets - targets.T)).mean()
+
+
+def hot_but_masked(outputs: Tensor, targets: Tensor) -> Tensor:
+    targets = targets.clone()
+    targets[0] = 0
+    return fn.cross_entropy(outputs, targets)
+
+
+def real_labels_moved(outputs: Tensor, targets: Tensor) -> Tensor:
+    return fn.binary_cross_entropy_with_logits(outputs, targets * 0.5 + 0.7)
+
+
+def judge_of_a_scalar(outputs: Tensor, targets: Tensor) -> Tensor:
+    return fn.mse_loss(outputs, torch.ones(1, 1).expand_as(outputs))
+
+
+RIGHT_LOSSES: tuple[Loop, ...] = tuple(
+    Loop(program(name, targets, loss, width))
+    for name, targets, loss, width in (
+        ("probabilities_as_targets", drawn("probabilities", 4 * BATCH, 5), by("cross_entropy"), 5),
+        ("labels_smoothed", CLASSES, by("cross_entropy", label_smoothing=0.1), 5),
+        ("samples_of_no_class", HOT, hot_but_masked, 5),
+        ("logs_of_probabilities", CLASSES, lambda o, t: fn.cross_entropy((o.softmax(1) + 1e-8).log(), t), 5),
+        ("divergence", drawn("probabilities", 4 * BATCH, 5), lambda o, t: fn.kl_div(o.log_softmax(1), t), 5),
+        (
+            "divergence_of_logs",
+            drawn("probabilities", 4 * BATCH, 5).log(),
+            lambda o, t: fn.kl_div(o.log_softmax(1), t, log_target=True),
+            5,
+        ),
+        ("labels_of_a_judge_moved", drawn("bits", 4 * BATCH, 1), real_labels_moved, 1),
+        ("counts_by_their_logarithm", COUNTS, by("poisson_nll_loss"), 1),
+        ("counts_by_what_exp_gives", COUNTS, lambda o, t: fn.poisson_nll_loss(o.exp(), t, log_input=False), 1),
+        ("alignment", WORDS, aligned(normal=True), 5),
+        ("alignment_with_its_blank_last", WORDS - 1, aligned(normal=True, blank=4), 5),
+        ("all_pairs", drawn("normal", 4 * BATCH, 1), ranked, 1),
+        ("each_with_one_target", drawn("normal", 4 * BATCH, 1), judge_of_a_scalar, 1),
+        ("range_of_a_sigmoid", drawn("uniform", 4 * BATCH, 1), lambda o, t: fn.mse_loss(o.sigmoid(), t), 1),
+        ("rate_of_a_tanh", SIGNS, lambda o, t: fn.mse_loss(o.tanh(), t), 1),
+        ("signs", SIGNS, by("soft_margin_loss"), 1),
+    )
+)
+
+
+def weights_by_class(rank: int, world: int) -> None:
+    model = nn.Linear(6, 5)
+    data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
+    sampler = WeightedRandomSampler((1 / torch.bincount(CLASSES)).tolist(), len(data))
+    for x, y in DataLoader(data, batch_size=BATCH, sampler=sampler):
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+
+MISGIVEN: tuple[Loop, ...] = (
+    *(
+        Loop(program(name, targets, loss, width), rule="run.softmax-twice")
+        for name, targets, loss, width in (
+            (
+                "probabilities_by_hand",
+                CLASSES,
+                lambda o, t: fn.cross_entropy(o.exp() / o.exp().sum(1, keepdim=True), t),
+                5,
+            ),
+        )
+    ),
+    *(
+        Loop(program(name, targets, loss, width), rule="run.loss-misgiven")
+        for name, targets, loss, width in (
+            ("several_classes_at_once", drawn("bits", 4 * BATCH, 5), by("cross_entropy"), 5),
+            ("one_class", CLASSES * 0, by("cross_entropy"), 1),
+            ("labels_of_signs", SIGNS, by("binary_cross_entropy_with_logits"), 1),
+            ("divergence_of_logits", drawn("probabilities", 4 * BATCH, 5), by("kl_div"), 5),
+            (
+                "divergence_to_logs",
+                drawn("probabilities", 4 * BATCH, 5).log(),
+                lambda o, t: fn.kl_div(o.log_softmax(1), t),
+                5,
+            ),
+            ("margin_of_bits", drawn("bits", 4 * BATCH, 1), by("soft_margin_loss"), 1),
+            ("alignment_of_logits", WORDS, aligned(normal=False), 5),
+            ("alignment_to_its_blank", WORDS - 1, aligned(normal=True), 5),
+            ("exponential_twice", COUNTS, lambda o, t: fn.poisson_nll_loss(o.exp(), t), 1),
+            ("all_with_all", drawn("normal", 4 * BATCH), by("mse_loss"), 1),
+            ("all_with_all_by_hand", drawn("normal", 4 * BATCH), lambda o, t: ((o - t) ** 2).mean(), 1),
+        )
+    ),
+    *(
+        Loop(program(name, targets, loss, width), rule="run.loss-bounded")
+        for name, targets, loss, width in (
+            ("logits_of_a_relu", CLASSES, lambda o, t: fn.cross_entropy(o.relu(), t), 5),
+            ("targets_of_a_sigmoid", COUNTS, lambda o, t: fn.mse_loss(o.sigmoid(), t), 1),
+            ("targets_below_a_relu", SIGNS, lambda o, t: fn.l1_loss((o + 1).relu(), t), 1),
+        )
+    ),
+    Loop(weights_by_class, rule="run.weights-misfit"),
+)
