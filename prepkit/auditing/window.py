@@ -25,9 +25,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
+from prepkit.auditing.loads import Loads
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
-from prepkit.facts.window import Loaded, OddSample, WindowFacts
+from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import named_parameters, sites, unwrap_root
 from prepkit.observe.prepared.around import around_calls, averages_weights, frames_above, line_of_program
@@ -82,6 +83,7 @@ class Window:
     text: OddSample = ""
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     recomputed: Recomputed = field(factory=Recomputed)
+    loads: Loads = field(factory=Loads)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -94,9 +96,6 @@ class Window:
     _unscaled: set[int] = field(factory=set)
     _by_norm: set[int] = field(factory=set)
     """Parameters that were clipped by a norm of theirs."""
-    _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
-    _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
-    """Names that were one parameter before a load that replaced parameters, with whose they are."""
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     _entered: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
@@ -111,6 +110,7 @@ class Window:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
             stack.enter_context(self.recomputed.on())
+            stack.enter_context(self.loads.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -124,7 +124,6 @@ class Window:
             stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
             stack.enter_context(around_calls(torch.optim.Optimizer, "zero_grad", self._clears))
             stack.enter_context(around_calls(nn.Module, "zero_grad", self._clears))
-            stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
             stack.enter_context(around_calls(LRScheduler, "step", self._ticks))
             for name in SENDS:
@@ -152,8 +151,8 @@ class Window:
             clipped_spent=self.clipped_spent,
             clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.squashed),
-            loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
-            untied=tuple(self._untied()),
+            loaded=self.loads.lost(),
+            untied=tuple(self.loads.untied()),
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
@@ -179,8 +178,7 @@ class Window:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls()
         self._entered[id(module)] = weakref.ref(module)
-        self.recomputed.trains = torch.is_grad_enabled()
-        if not self.recomputed.trains:
+        if not torch.is_grad_enabled():
             return
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:
@@ -272,20 +270,6 @@ class Window:
                 self.cleared, self._emptied = line_of_program(frames_above(__file__)), held
         return plain(owner, *given, **named)
 
-    def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
-        ties = _ties(module) if named.get("assign") or given[2:3] == (True,) else []
-        result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
-        self._ties += [(weakref.ref(module), *pair) for pair in ties]
-        keys = [key for key in state if isinstance(key, str)]
-        missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
-        self._loads[id(module)] = weakref.ref(module), None
-        if keys and missing and unexpected.issuperset(keys):
-            pairs = ((key, name) for key in keys for name in missing if _alike(key, name))
-            key, near = next(pairs, (keys[0], ""))
-            told = Loaded(model=type(module).__name__, given=len(keys), key=key, near=near)
-            self._loads[id(module)] = weakref.ref(module), told
-        return result
-
     def _ticks(self, plain: Any, scheduler: Any, *given: Any, **named: Any) -> Any:
         anew = not getattr(scheduler, "_step_count", 0)  # as it is made
         self._ticked[id(scheduler)] = 0 if anew else self._ticked.get(id(scheduler), 0) + bool(self.backwards)
@@ -302,15 +286,6 @@ class Window:
         for module in [one() for one in self._entered.values()]:
             if module is not None and id(module) not in known and elsewhere(sites(module), known):
                 yield type(module).__name__
-
-    def _untied(self) -> Iterator[tuple[str, str]]:
-        """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
-        for owner, *pair in self._ties:
-            if (module := owner()) is not None:
-                named = dict(module.named_parameters(remove_duplicate=False))
-                one, other = (named.get(name) for name in pair)
-                if one is not None and other is not None and one is not other and _equal(one, other):
-                    yield pair[0], pair[1]
 
     def _idle(self) -> Iterator[str]:
         roots = [module for one in self._called.values() if (module := one()) is not None]
@@ -360,26 +335,6 @@ def _float16_units(root: nn.Module) -> Iterator[str]:
             options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
         if getattr(options, "param_dtype", None) == torch.float16:
             yield type(options).__name__
-
-
-def _ties(module: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names of one parameter: the first, and each other."""
-    first: dict[int, str] = {}
-    named = [*module.named_parameters(remove_duplicate=False)]
-    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
-    return [(one, other) for one, other in pairs if one != other]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether they hold the same in two places. Reads both."""
-    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
-    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
-    return apart and torch.equal(one, other)
-
-
-def _alike(key: str, name: str) -> bool:
-    """Return whether one is the other behind a prefix."""
-    return key.endswith(f".{name}") or name.endswith(f".{key}")
 
 
 def _before(values: Any) -> str:

@@ -61,16 +61,20 @@ class SharersFacts:
 
 @frozen(kw_only=True)
 class Loaded:
-    """A ``load_state_dict`` that took nothing of what it was given."""
+    """A ``load_state_dict`` that took nothing of what it was given, or left out what has other names."""
 
     model: str
     """Class of the module."""
     given: int
     """Keys that it was given."""
     key: str
-    """One of them."""
+    """One of them that was not taken; empty: there was none."""
     near: str = ""
     """The module's key that it would have been without or with a prefix; empty: there is none."""
+    inside: bool = False
+    """Whether ``near`` is a key of the mapping that stands under ``key``."""
+    lost: int = 0
+    """Keys that would have been the module's likewise, where it took others; 0: it took none."""
 
 
 @frozen(kw_only=True)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 
 from prepkit.auditing.script import audit_run
@@ -233,8 +233,41 @@ def loaded_again_by_the_right_names(rank: int, world: int) -> None:
 
 def nothing_to_load(rank: int, world: int) -> None:
     model = net()
-    model.load_state_dict({}, strict=False)
+    nn.ReLU().load_state_dict({}, strict=False)
     taken(model, adam(model), loss_of(model))
+
+
+def new_head_beside_a_loaded_body(rank: int, world: int) -> None:
+    """Of a checkpoint with another head, and with an average and an optimizer beside."""
+    model, state = net(), net().state_dict()
+    state = {key: value for key, value in state.items() if "head" not in key}
+    others = {"average.head.weight": torch.ones(4, WIDTH), "average.head.bias": torch.ones(4)}
+    average = {f"average.{key}": value for key, value in state.items()}
+    model.load_state_dict({**state, **average, **others, "classifier.weight": torch.ones(9, WIDTH)}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def one_of_two_towers_loaded(rank: int, world: int) -> None:
+    """What it has not lies under the same words in the other tower."""
+    model = nn.ModuleDict({"text": net(), "image": net()})
+    model.load_state_dict({f"text.{key}": value for key, value in net().state_dict().items()}, strict=False)
+    taken(model, adam(model), loss_of(model["text"]) + loss_of(model["image"]))
+
+
+def adapter_loaded_alone(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Linear(4, 4))
+    state = {"1.weight": torch.eye(4), "1.bias": torch.zeros(4), "scale": torch.ones(1)}
+    model.load_state_dict(state, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def blocks_loaded_from_a_deeper_model(rank: int, world: int) -> None:
+    """Blocks that the checkpoint has more of, and a norm that it has not."""
+    model = net()
+    model.norm = nn.LayerNorm(WIDTH)
+    state = {f"blocks.{at}.inner.{name}": torch.ones(WIDTH) for at in range(3, 9) for name in ("bias", "scale")}
+    model.load_state_dict({**net().state_dict(), **state}, strict=False)
+    taken(model, adam(model), loss_of(model) + model.norm(X).sum())
 
 
 def loaded_and_replaced(rank: int, world: int) -> None:
@@ -627,6 +660,21 @@ def recomputed_with_nothing_to_draw(rank: int, world: int) -> None:
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
 
 
+def recomputed_in_a_row(rank: int, world: int) -> None:
+    """Its norms rest, its random numbers are kept, and its last part is not recomputed."""
+    layers = (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH).eval())
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
+    output = checkpoint_sequential(model, 3, X, use_reentrant=False)
+    taken(model, adam(model), fn.cross_entropy(output, Y))
+
+
+def recomputed_in_a_row_over_what_is_frozen(rank: int, world: int) -> None:
+    model, body = net(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    body.requires_grad_(requires_grad=False).eval()
+    output = checkpoint_sequential(body, 2, X, use_reentrant=True)
+    taken(model, adam(model), fn.cross_entropy(model(output), Y))
+
+
 def seeded(x: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -1005,6 +1053,7 @@ _ONE = (
         teacher_in_float16,
     ),
     *(soft_labels, log_softmax_before_cross_entropy, log_softmax_before_nll, policy, gated, attended, bounded),
+    *(new_head_beside_a_loaded_body, one_of_two_towers_loaded, adapter_loaded_alone, blocks_loaded_from_a_deeper_model),
     *(body_loaded, loaded_again_by_the_right_names, nothing_to_load, loaded_and_replaced, compiled, compiled_blocks),
     *(compiled_in_place, average_compiled_for_later, step_compiled, lengths_that_differ, workers_of_their_own_seeds),
     *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
@@ -1015,6 +1064,7 @@ _ONE = (
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
     *(lent_weights, ensemble),
     *(recomputed_with_nothing_to_draw, recomputed_with_a_seed_of_its_own),
+    *(recomputed_in_a_row, recomputed_in_a_row_over_what_is_frozen),
     *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
     *(falling_to_nothing, ticked_by_epoch, resumed_with_its_schedule, resumed_inside_the_first_pass, wound_forward),
     *(ticked_behind_a_step_that_the_scaler_refused,),

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import _composable as composable
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.audit.by_libraries import engine_of
@@ -142,6 +143,32 @@ def loaded_under_other_names(rank: int, world: int) -> None:
     taken(model, adam(model), loss_of(model))
 
 
+def loaded_from_what_nothing_is_left_of(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({key: one for key, one in net().state_dict().items() if "missing" in key}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def loaded_from_around_the_state(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({"epoch": 3, "model": net().state_dict()}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def body_loaded_under_its_prefix(rank: int, world: int) -> None:
+    model = net()
+    state = {key if "head" in key else f"encoder.{key}": value for key, value in net().state_dict().items()}
+    model.load_state_dict(state, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def compiled_blocks_loaded_uncompiled(rank: int, world: int) -> None:
+    model = net()
+    state = {key.replace(".inner", "._orig_mod.inner"): value for key, value in net().state_dict().items()}
+    model.load_state_dict(state, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
 def teacher_loaded_without_its_prefix(rank: int, world: int) -> None:
     model, teacher = net(), nn.Sequential(net()).requires_grad_(requires_grad=False).eval()
     teacher.load_state_dict(net().state_dict(), strict=False)
@@ -162,6 +189,36 @@ def recomputed_reentrantly_with_other_random_numbers(rank: int, world: int) -> N
 
     x = checkpoint(dropped, model.enter(X), use_reentrant=True, preserve_rng_state=False)
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def in_a_row() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+        *(nn.Linear(WIDTH, 4), nn.Identity()),
+    )
+
+
+def recomputed_in_a_row_with_other_random_numbers(rank: int, world: int) -> None:
+    model = in_a_row()
+    output = checkpoint_sequential(model, 3, X, use_reentrant=False, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(output, Y))
+
+
+def recomputed_in_a_row_over_norms(rank: int, world: int) -> None:
+    model = in_a_row()
+    taken(model, adam(model), fn.cross_entropy(checkpoint_sequential(model, 3, X, use_reentrant=False), Y))
+
+
+def recomputed_in_a_row_over_inputs(rank: int, world: int) -> None:
+    model = in_a_row()
+    taken(model, adam(model), fn.cross_entropy(checkpoint_sequential(model, 3, X, use_reentrant=True), Y))
+
+
+def recomputed_in_place_over_norms(rank: int, world: int) -> None:
+    model = in_a_row()
+    composable.checkpoint(model[3])
+    taken(model, adam(model), fn.cross_entropy(model(X), Y))
 
 
 def recomputed_over_norms(rank: int, world: int) -> None:
@@ -371,9 +428,21 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, rule="run.clipped-scaled") for run in (clipped_before_backward, clipped_by_a_spent_generator)),
     *(Loop(run, ranks=2, rule="run.clipped-scaled") for run in (clipped_shards, clipped_flat_shards)),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
+    *(
+        Loop(run, rule="run.loaded-nothing")
+        for run in (
+            *(loaded_from_what_nothing_is_left_of, loaded_from_around_the_state, body_loaded_under_its_prefix),
+            compiled_blocks_loaded_uncompiled,
+        )
+    ),
     Loop(recomputed_with_other_random_numbers, rule="run.checkpoint-forgets"),
     Loop(recomputed_reentrantly_with_other_random_numbers, rule="run.checkpoint-forgets"),
-    Loop(recomputed_over_norms, rule="run.checkpoint-norms"),
+    Loop(recomputed_in_a_row_with_other_random_numbers, rule="run.checkpoint-forgets"),
+    Loop(recomputed_in_a_row_over_inputs, rule="run.reentrant-frozen"),
+    *(
+        Loop(run, rule="run.checkpoint-norms")
+        for run in (recomputed_over_norms, recomputed_in_a_row_over_norms, recomputed_in_place_over_norms)
+    ),
     *(
         Loop(run, rule="run.forward-elsewhere")
         for run in (

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, TypeGuard
@@ -159,6 +160,11 @@ def line_of_program(frames: Iterable[FrameType]) -> str:
     """The innermost line that is neither of a library nor of prepkit: ``train.py:31``; empty: there is none."""
     found = (one for one in frames if not _foreign(one.f_code.co_filename))
     return next((f"{Path(one.f_code.co_filename).name}:{one.f_lineno}" for one in found), "")
+
+
+def called_by_program(frames: Iterable[FrameType]) -> bool:
+    """Return whether the innermost of these frames is of the program, and of no library."""
+    return any(not _foreign(one.f_code.co_filename) for one in islice(frames, 1))
 
 
 def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
@@ -344,7 +350,8 @@ def _names(code: CodeType) -> set[str]:
 @contextmanager
 def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
     """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
-    plain = vars(home)[name]
+    own = name in vars(home)
+    plain = vars(home)[name] if own else getattr(home, name)
 
     @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
     def instead(*args: Any, **kwargs: Any) -> Any:
@@ -357,4 +364,4 @@ def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any 
         yield
     finally:
         for one in homes:
-            setattr(one, name, plain)
+            setattr(one, name, plain) if own else delattr(one, name)
