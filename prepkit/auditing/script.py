@@ -60,15 +60,18 @@ class ScriptEnded(Exception):
     """The script raised before its first optimizer step, or left with an exit code; ``str`` is what Python shows."""
 
 
-def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
+def audit_script(
+    script: str, arguments: tuple[str, ...] = (), gives_up: Callable[[str], object] | None = None
+) -> Audit | None:
     """Return what is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
 
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
     gradients, those of other optimizers, the scheduler that drives it, and the loaders that are being iterated.
+    ``gives_up``: as of ``Arrivals``.
     Raises ``ScriptEnded`` for what the script itself raises before that, and where other ranks do not come to it.
     """
-    arrivals = Arrivals()
+    arrivals = Arrivals(gives_up)
     try:
         with as_main(script, arguments):
             return audit_run(lambda: runpy.run_path(script, run_name="__main__"), arrivals)

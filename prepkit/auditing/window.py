@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -28,10 +29,19 @@ from prepkit.auditing import workers
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
+from prepkit.auditing.standing import Standing
 from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import named_parameters, sites, unwrap_root
-from prepkit.observe.prepared.around import around_calls, averages_weights, frames_above, line_of_program
+from prepkit.observe.prepared.around import (
+    Line,
+    around_calls,
+    averages_weights,
+    frames_above,
+    in_one_loop,
+    line_of_program,
+    lines_of_program,
+)
 from prepkit.observe.prepared.loaders import language_config, odd_batch
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.ranks.arrivals import Arrivals
@@ -102,6 +112,8 @@ class Window:
     """Modules that were called from outside of any other, be it without gradients."""
     _ticked: dict[int, int] = field(factory=dict)
     """Per scheduler how often it was ticked after something went backward."""
+    _before: dict[int, list[list[Line]]] = field(factory=lambda: defaultdict(list))
+    """Where each was ticked before."""
 
     @contextmanager
     def on(self) -> Iterator[Window]:
@@ -111,6 +123,7 @@ class Window:
             stack.enter_context(called_first(self._enters))
             stack.enter_context(self.recomputed.on())
             stack.enter_context(self.loads.on())
+            stack.enter_context(Standing(self.arrivals).on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -159,7 +172,7 @@ class Window:
             forgetful=tuple(self.recomputed.forgetful),
             renormalised=tuple(self.recomputed.renormalised),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
-            ticked=self._ticked.get(id(scheduler), 0),
+            ticked=self._ticked.get(id(scheduler), 0) or self._at_the_top(scheduler),
             backwards=self.backwards,
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
@@ -176,7 +189,7 @@ class Window:
 
     def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if next(module.parameters(), None) is not None:
-            self.arrivals.calls()
+            self.arrivals.calls(alone=torch.is_grad_enabled() and _unsynced(module))
         self._entered[id(module)] = weakref.ref(module)
         if not torch.is_grad_enabled():
             return
@@ -273,7 +286,16 @@ class Window:
     def _ticks(self, plain: Any, scheduler: Any, *given: Any, **named: Any) -> Any:
         anew = not getattr(scheduler, "_step_count", 0)  # as it is made
         self._ticked[id(scheduler)] = 0 if anew else self._ticked.get(id(scheduler), 0) + bool(self.backwards)
+        if anew:
+            self._before.pop(id(scheduler), None)
+        elif not self.backwards:
+            self._before[id(scheduler)].append(lines_of_program(frames_above(__file__)))
         return plain(scheduler, *given, **named)
+
+    def _at_the_top(self, scheduler: Any) -> int:
+        """1 where it was ticked once in the loop that is about to step; more often: it was wound forward there."""
+        before = self._before.get(id(scheduler), [])
+        return int(len(before) == 1 and in_one_loop(before[0], lines_of_program(frames_above(__file__))))
 
     def _compile(self, plain: Any, model: Any = None, *given: Any, **named: Any) -> Any:
         result = plain(model, *given, **named)
@@ -324,6 +346,11 @@ def _sent_through(name: str, given: Iterable[Any], frames: list[FrameType]) -> s
     inside = goes_backward() or any(one.f_code is _APPLY for one in frames)
     instead = name == "all_reduce" and any(one.grad_fn is not None for one in tensors)
     return line_of_program(frames) if inside or instead else ""
+
+
+def _unsynced(module: nn.Module) -> bool:
+    """Return whether the next backward of a wrapper averages nothing, as inside ``no_sync()``."""
+    return not getattr(module, "require_backward_grad_sync", getattr(module, "_sync_gradients", True))
 
 
 def _float16_units(root: nn.Module) -> Iterator[str]:

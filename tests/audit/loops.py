@@ -785,6 +785,41 @@ def wound_forward(rank: int, world: int) -> None:
     taken(model, optimizer, loss_of(model))
 
 
+def wound_forward_in_the_loop(rank: int, world: int) -> None:
+    """As one goes on that skips the batches which an earlier run has read."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for step in range(8):
+        if step < 5:
+            scheduler.step()
+            continue
+        taken(model, optimizer, loss_of(model))
+        scheduler.step()
+
+
+def wound_forward_by_one_in_a_loop_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for _ in range(2):
+        for _ in range(1):
+            scheduler.step()
+        for _ in range(2):
+            taken(model, optimizer, loss_of(model))
+            scheduler.step()
+
+
+def ticked_at_the_top_but_first(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for step in range(8):
+        if step:
+            scheduler.step()
+        taken(model, optimizer, loss_of(model))
+
+
 def ticked_behind_a_step_that_the_scaler_refused(rank: int, world: int) -> None:
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = adam(model)
@@ -1067,7 +1102,8 @@ _ONE = (
     *(recomputed_in_a_row, recomputed_in_a_row_over_what_is_frozen),
     *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
     *(falling_to_nothing, ticked_by_epoch, resumed_with_its_schedule, resumed_inside_the_first_pass, wound_forward),
-    *(ticked_behind_a_step_that_the_scaler_refused,),
+    *(ticked_behind_a_step_that_the_scaler_refused, wound_forward_in_the_loop, ticked_at_the_top_but_first),
+    wound_forward_by_one_in_a_loop_of_its_own,
 )
 _ACCELERATED = (accelerated_in_windows, accelerated_and_divided_by_hand, ticked_in_windows_of_accelerate)
 _TWO = (

@@ -342,6 +342,29 @@ def ticked_at_the_top(rank: int, world: int) -> None:
     taken(model, optimizer, loss_of(model))
 
 
+def ticked_at_the_top_of_the_loop(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.MultiStepLR(optimizer, [1, 30])
+    for _ in range(3):
+        scheduler.step()
+        taken(model, optimizer, loss_of(model))
+
+
+def ticked_at_the_top_of_an_epoch(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.StepLR(optimizer, 1)
+
+    def epoch() -> None:
+        for _ in range(3):
+            taken(model, optimizer, loss_of(model))
+
+    for _ in range(3):
+        scheduler.step()
+        epoch()
+
+
 def ticked_by_micro_batch(rank: int, world: int) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -457,6 +480,7 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),
     Loop(workers_with_copies_of_a_generator, rule="run.workers-alike"),
     *(Loop(run, rule="run.ticked-early") for run in (ticked_at_the_top, ticked_by_micro_batch)),
+    *(Loop(run, rule="run.ticked-early") for run in (ticked_at_the_top_of_the_loop, ticked_at_the_top_of_an_epoch)),
     Loop(resumed_without_its_schedule, rule="run.ticked-early"),
     Loop(backward_past_accelerate, "accelerate", rule="run.undivided"),
     Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),

@@ -162,9 +162,35 @@ def line_of_program(frames: Iterable[FrameType]) -> str:
     return next((f"{Path(one.f_code.co_filename).name}:{one.f_lineno}" for one in found), "")
 
 
+Line = tuple[CodeType, int]
+"""Where a program stands in one of its functions."""
+
+
+def lines_of_program(frames: Iterable[FrameType]) -> list[Line]:
+    """The lines of these frames that are neither of a library nor of prepkit, the innermost first."""
+    return [(one.f_code, one.f_lineno) for one in frames if not is_of_library(one)]
+
+
+def in_one_loop(before: Iterable[Line], now: Iterable[Line]) -> bool:
+    """Return whether the innermost loop around the line of ``before``, in a function in which both stand, has both."""
+    known = {code: line for code, line in reversed([*before])}
+    code, line = next((one for one in now if one[0] in known), (None, 0))
+    if code is None:
+        return False
+    loops = [one for one in ast.walk(_parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
+    around = [(begin, end) for begin, end in spans if begin <= known[code] <= end and begin >= code.co_firstlineno]
+    return any(begin <= line <= end for begin, end in sorted(around)[-1:])
+
+
+def is_of_library(frame: FrameType) -> bool:
+    """Return whether its code is no program's, but a library's or prepkit's."""
+    return _foreign(frame.f_code.co_filename)
+
+
 def called_by_program(frames: Iterable[FrameType]) -> bool:
     """Return whether the innermost of these frames is of the program, and of no library."""
-    return any(not _foreign(one.f_code.co_filename) for one in islice(frames, 1))
+    return not any(map(is_of_library, islice(frames, 1)))
 
 
 def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
