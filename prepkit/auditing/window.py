@@ -6,7 +6,7 @@ import sys
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -41,9 +41,12 @@ from prepkit.observe.prepared.around import (
     in_one_loop,
     line_of_program,
     lines_of_program,
+    stepped_next,
 )
 from prepkit.observe.prepared.loaders import language_config, odd_batch
+from prepkit.observe.prepared.mixing import mixes_itself, never_updated
 from prepkit.observe.prepared.modules import elsewhere
+from prepkit.observe.prepared.optimizers import inner
 from prepkit.ranks.arrivals import Arrivals
 
 SQUASHED = {
@@ -147,7 +150,13 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
-    def facts(self, alive: list[Any], model: nn.Module | None = None, scheduler: Any = None) -> WindowFacts:
+    def called(self) -> list[nn.Module]:
+        """Return the modules that were called from outside of any other, with gradients."""
+        return [module for one in self._called.values() if (module := one()) is not None]
+
+    def facts(
+        self, alive: list[Any], model: nn.Module | None = None, scheduler: Any = None, optimizer: Any = None
+    ) -> WindowFacts:
         """What was heard so far; ``model``: whose parameters have names.
 
         Reads on in streams that several workers give, which nobody reads afterwards.
@@ -182,6 +191,9 @@ class Window:
             averages_weights=averages_weights(self.reduced),
             recompiled=recompiled(),
             text=self.text,
+            again=tuple(_again(optimizer, first)),
+            mixed=tuple(mixes_itself()),
+            never_updated=tuple(never_updated(alive)),
             trainer=trainer,
             steps=steps,
             ticks=ticks,
@@ -310,8 +322,7 @@ class Window:
                 yield type(module).__name__
 
     def _idle(self) -> Iterator[str]:
-        roots = [module for one in self._called.values() if (module := one()) is not None]
-        inside = {id(module) for root in roots for module in root.modules()}
+        inside = {id(module) for root in self.called() for module in root.modules()}
         for model, result in self._compiled:
             if id(model()) in inside and id(result()) not in inside:
                 yield type(model()).__name__
@@ -346,6 +357,16 @@ def _sent_through(name: str, given: Iterable[Any], frames: list[FrameType]) -> s
     inside = goes_backward() or any(one.f_code is _APPLY for one in frames)
     instead = name == "all_reduce" and any(one.grad_fn is not None for one in tensors)
     return line_of_program(frames) if inside or instead else ""
+
+
+def _again(optimizer: Any, first: Mapping[int, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the optimizers that the program steps next, and what they share with this one."""
+    mine = {id(one) for group in optimizer.param_groups for one in group["params"]} if optimizer is not None else set()
+    for other in map(inner, stepped_next(frames_above(__file__)) if mine else ()):
+        if isinstance(other, torch.optim.Optimizer) and other is not optimizer:
+            params = [one for group in other.param_groups for one in group["params"] if id(one) in mine]
+            if shared := tuple(first.get(id(one), "?") for one in params if one.grad is not None):
+                yield type(other).__name__, shared
 
 
 def _unsynced(module: nn.Module) -> bool:

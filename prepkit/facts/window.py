@@ -144,6 +144,13 @@ class WindowFacts:
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
     text: OddSample = ""
     """What is wrong in what such a model was called with."""
+    again: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Optimizers that the program steps behind this one, with nothing backward and nothing cleared between: the class,
+    and the parameters with a gradient that both hold."""
+    mixed: tuple[tuple[str, str, str], ...] = ()
+    """Lines that mix the weights of a model with themselves, as an average is made, and the two names of the model."""
+    never_updated: tuple[str, ...] = ()
+    """Classes of averages that no line of the program updates."""
     communicates: str = ""
     """The line of the program that has sent activations, or their gradients, to other ranks; empty: none has."""
     cut: tuple[str, ...] = ()

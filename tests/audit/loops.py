@@ -434,6 +434,64 @@ def discriminator_first(rank: int, world: int) -> None:
     taken(maker, second, -judge(maker(torch.randn(4, 8))).mean())
 
 
+def encoder_stepped_in_turns(rank: int, world: int) -> None:
+    """As SAC-AE does: by what reconstructs, then with the critic by its own loss."""
+    encoder, decoder, critic = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    every = nn.ModuleDict({"encoder": encoder, "critic": critic})
+    of_encoder, of_decoder, of_critic = adam(encoder), adam(decoder), adam(every)
+    fn.mse_loss(decoder(encoder(X)), X).backward()
+    of_encoder.step()
+    of_decoder.step()
+    of_critic.zero_grad()
+    critic(encoder(X)).square().mean().backward()
+    of_critic.step()
+
+
+def encoder_of_two_makers_in_turns(rank: int, world: int) -> None:
+    encoder, one, other = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 2)
+    models = nn.Sequential(encoder, one), nn.Sequential(encoder, other)
+    for model in models:
+        optimizers = [adam(each) for each in models]
+        taken(model, optimizers[0], model(torch.randn(4, 8)).square().mean())
+
+
+def head_stepped_again_by_a_loss_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    both, head = adam(model), torch.optim.SGD(model.head.parameters(), 0.1)
+    loss_of(model).backward()
+    both.step()
+    model.zero_grad()
+    loss_of(model).backward()
+    head.step()
+
+
+def judge_first_through_a_maker_with_masters(rank: int, world: int) -> None:
+    """In bfloat16, with masters of its own that get their gradients before their own step."""
+    maker, judge = nn.Linear(8, WIDTH).bfloat16(), nn.Linear(WIDTH, 1)
+    masters = [nn.Parameter(param.detach().float()) for param in maker.parameters()]
+    of_judge, of_maker = adam(judge), torch.optim.AdamW(masters)
+    taken(judge, of_judge, judge(maker(torch.randn(4, 8).bfloat16()).float()).mean())
+    assert of_maker is not None
+
+
+def judge_first_and_the_maker_later(rank: int, world: int) -> None:
+    """The maker's optimizer is made when it is needed; beside it one of a model that rests, which looks alike."""
+    maker, resting, judge = nn.Linear(8, WIDTH), nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+    of_judge, of_resting = adam(judge), adam(resting)
+    taken(judge, of_judge, judge(maker(torch.randn(4, 8))).mean())
+    assert of_resting is not None
+
+
+def target_that_gets_gradients_in_vain(rank: int, world: int) -> None:
+    model = net()
+    target = copy.deepcopy(model)
+    nn.init.ones_(target.head.bias)
+    codes = nn.Parameter(torch.zeros(4, WIDTH))
+    optimizer, of_codes = adam(model), adam(nn.ParameterList([codes]))
+    taken(model, optimizer, fn.mse_loss(model(X), target(X)))
+    assert of_codes is not None
+
+
 def maker_first_and_judge_frozen(rank: int, world: int) -> None:
     maker, judge = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
     first, second = adam(maker), adam(judge)
@@ -462,6 +520,53 @@ def two_towers_and_a_temperature(rank: int, world: int) -> None:
 def teacher_beside(rank: int, world: int) -> None:
     model, teacher = net(), net(dropout=0.1).requires_grad_(requires_grad=False).eval()
     taken(model, adam(model), fn.kl_div(model(X).log_softmax(-1), teacher(X).softmax(-1), reduction="batchmean"))
+
+
+def follow(target: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for held, param in zip(target.parameters(), model.parameters(), strict=True):
+            held.mul_(0.9).add_(param, alpha=0.1)
+
+
+def average_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    average = copy.deepcopy(model)
+    taken(model, adam(model), loss_of(model))
+    follow(average, model)
+
+
+def average_with_a_shared_encoder(rank: int, world: int) -> None:
+    encoder = nn.Linear(WIDTH, WIDTH)
+    online, target = nn.Sequential(encoder, nn.Linear(WIDTH, 4)), nn.Sequential(encoder, nn.Linear(WIDTH, 4))
+    taken(online, adam(online), loss_of(online))
+    follow(target, online)
+
+
+def average_that_begins_later(rank: int, world: int) -> None:
+    model = net()
+    slow = model
+    for step in range(3):
+        if step == 1:
+            slow = copy.deepcopy(model)
+        taken(model, adam(model), loss_of(model))
+        follow(slow, model)
+
+
+def average_where_there_is_one(rank: int, world: int) -> None:
+    model = net()
+    slow = model
+    taken(model, adam(model), loss_of(model))
+    if slow is not model:
+        for held, param in zip(slow.parameters(), model.parameters(), strict=True):
+            held.data.lerp_(param.data, 0.1)
+
+
+def shadow_and_model_by_other_names_elsewhere(rank: int, world: int) -> None:
+    """Names that stand for one model here, and are mixed in another function, which is given two."""
+    model = net()
+    shadow = target = average = model
+    taken(model, adam(model), loss_of(shadow))
+    assert target is average
 
 
 def average_beside(rank: int, world: int) -> None:
@@ -1093,6 +1198,10 @@ _ONE = (
     *(compiled_in_place, average_compiled_for_later, step_compiled, lengths_that_differ, workers_of_their_own_seeds),
     *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
     *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
+    *(encoder_stepped_in_turns, encoder_of_two_makers_in_turns, head_stepped_again_by_a_loss_of_its_own),
+    *(judge_first_through_a_maker_with_masters, judge_first_and_the_maker_later, target_that_gets_gradients_in_vain),
+    *(average_of_its_own, average_with_a_shared_encoder, average_that_begins_later, average_where_there_is_one),
+    shadow_and_model_by_other_names_elsewhere,
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
     *(tied_again_after_a_load, told_apart_by_a_load),
     *(average_of_a_patched_model, copy_that_only_keeps_weights, body_behind_a_forward_of_its_own),

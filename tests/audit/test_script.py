@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import runpy
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from functools import reduce
@@ -145,65 +144,6 @@ def test_a_script_that_never_steps_or_fails_by_itself_says_so(run: Auditor) -> N
     code, _, err = run("def load(:\n", "train.py")
     assert code == 3
     assert "SyntaxError" in err
-
-
-GROUP = f"""{MODEL}
-import torch.distributed as dist
-from contextlib import nullcontext
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-model = nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-x = torch.randn(4, 4)
-"""
-
-ONE_WITHOUT_SYNC = f"""{GROUP}
-with nullcontext() if rank else model.no_sync():
-    model(x).sum().backward()
-optimizer.step()
-"""
-
-EACH_FOR_THE_OTHER = f"""{GROUP}
-other = dist.new_group([0, 1])
-loss = model(x).sum()
-if rank == 0:
-    dist.barrier(other)
-loss.backward()
-dist.barrier(other)
-optimizer.step()
-"""
-
-SLOW = f"""{GROUP}
-import time
-if rank == 1:
-    time.sleep(13)  # as where one rank reads a large file
-model(x).sum().backward()
-if rank == 1:
-    time.sleep(13)
-optimizer.step()
-"""
-
-
-def test_a_rank_that_waits_in_a_backward_for_one_without_sync_is_named_within_seconds(run: Auditor) -> None:
-    began = time.monotonic()
-    code, _, err = run(ONE_WITHOUT_SYNC, "train.py", world=2)
-    assert time.monotonic() - began < 60.0
-    assert code == 3
-    assert "Rank 0 has come to its first step, and rank 1 has not" in err
-    assert "inside no_sync()" in err
-    assert "Rank 1 has waited for other ranks for 10 s, in backward (train.py:" in err
-
-
-def test_ranks_that_wait_for_each_other_are_named_and_ended(run: Auditor) -> None:
-    code, _, err = run(EACH_FOR_THE_OTHER, "train.py", world=2)
-    assert code == 3
-    assert "Every rank waits for another one: rank 0 has called a model 1 time and gone backward 0 times, in barrier" in err
-    assert "rank 1 has called a model 1 time and gone backward 1 time, in backward (train.py:" in err
-
-
-def test_a_slow_rank_is_waited_for(run: Auditor) -> None:
-    code, out, err = run(SLOW, "train.py", world=2)
-    assert code == 0, out + err
 
 
 def test_ranks_of_torchrun_are_audited_together(run: Auditor) -> None:

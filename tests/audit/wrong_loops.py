@@ -334,6 +334,90 @@ def other_model_replaced_under_its_optimizer(rank: int, world: int) -> None:
     assert second is not None
 
 
+def maker_copied_under_its_optimizer(rank: int, world: int) -> None:
+    """The judge is stepped first, and gradients flow through the maker."""
+    maker, judge = nn.Linear(8, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    first, second = adam(judge), adam(maker)
+    maker = copy.deepcopy(maker)
+    taken(judge, first, judge(maker(torch.randn(4, 8))).mean() - judge(X).mean())
+    assert second is not None
+
+
+def maker_copied_and_stepped_first(rank: int, world: int) -> None:
+    """The judge has more parameters, and an optimizer that holds them."""
+    maker, judge = nn.Linear(8, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    first, second = adam(maker), adam(judge)
+    before, maker = maker, copy.deepcopy(maker)
+    taken(maker, first, -judge(maker(torch.randn(4, 8))).mean())
+    assert (before, second) is not None
+
+
+def stepped_by_two_in_a_row(rank: int, world: int) -> None:
+    model = net()
+    both, head = adam(model), torch.optim.SGD(model.head.parameters(), 0.1)
+    loss_of(model).backward()
+    both.step()
+    head.step()
+
+
+def stepped_by_two_in_a_loop(rank: int, world: int) -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(model.head.parameters(), 0.1), adam(model)]
+    loss_of(model).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def stepped_by_two_through_a_scaler(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    both, head = adam(model), torch.optim.SGD(model.head.parameters(), 0.1)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(both)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(both)
+    scaler.step(head)
+    scaler.update()
+
+
+def mix(average: nn.Module, model: nn.Module, decay: float = 0.9) -> None:
+    with torch.no_grad():
+        for held, param in zip(average.parameters(), model.parameters(), strict=True):
+            held.mul_(decay).add_(param, alpha=1 - decay)
+
+
+def average_that_is_the_model(rank: int, world: int) -> None:
+    model = net()
+    target = model
+    taken(model, adam(model), loss_of(model))
+    mix(target, model)
+
+
+def average_that_shares_its_weights(rank: int, world: int) -> None:
+    model = net()
+    shadow = copy.copy(model)
+    taken(model, adam(model), loss_of(model))
+    for name, value in shadow.state_dict().items():
+        value.lerp_(model.state_dict()[name], 0.1)
+
+
+class Distilled:
+    def __init__(self) -> None:
+        self.student = net()
+        self.teacher = self.student
+
+    def follow(self) -> None:
+        for held, param in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            held.data = 0.9 * held.data + 0.1 * param.data
+
+    def train(self) -> None:
+        taken(self.student, adam(self.student), loss_of(self.student))
+        self.follow()
+
+
+def teacher_that_is_the_student(rank: int, world: int) -> None:
+    Distilled().train()
+
+
 def ticked_at_the_top(rank: int, world: int) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -484,6 +568,11 @@ WRONG: tuple[Loop, ...] = (
     Loop(resumed_without_its_schedule, rule="run.ticked-early"),
     Loop(backward_past_accelerate, "accelerate", rule="run.undivided"),
     Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),
+    *(Loop(run, rule="run.orphans") for run in (maker_copied_under_its_optimizer, maker_copied_and_stepped_first)),
+    *(Loop(run, rule="run.average-idle") for run in (average_that_is_the_model, average_that_shares_its_weights)),
+    Loop(teacher_that_is_the_student, rule="run.average-idle"),
+    *(Loop(run, rule="run.stepped-twice") for run in (stepped_by_two_in_a_row, stepped_by_two_in_a_loop)),
+    Loop(stepped_by_two_through_a_scaler, rule="run.stepped-twice"),
     *(
         Loop(run, "transformers", rule="run.trainer-schedule")
         for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer, longer_than_the_trainer)

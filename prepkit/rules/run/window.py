@@ -226,6 +226,16 @@ def _loaded(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.model, f"{what}{near}.", milder=not one.near)
 
 
+def _averages(facts: RunFacts) -> Iterator[Hit]:
+    seen = facts.window
+    for line, one, other in seen.mixed if seen is not None else ():
+        what = f"`{one}` and `{other}` are one model, or share all weights: {line} mixes them with themselves."
+        yield Hit("model", what)
+    for name in seen.never_updated if seen is not None else ():
+        what = f"`{name}` was made, and no file of the program calls its update_parameters: it stays as it began."
+        yield Hit("model", what, "Call it behind optimizer.step().", milder=True)
+
+
 def _idle(facts: RunFacts) -> Iterator[Hit]:
     for name in facts.window.idle if facts.window is not None else ():
         yield Hit("model", f"torch.compile({name}) was called, and the loop calls the {name} that was given to it.")
@@ -335,6 +345,15 @@ RULES: tuple[Rule, ...] = (
         fix="Rename the keys, as by removeprefix('module.'), and load with strict=True, or look at what it returns.",
         milder="where other keys were taken, or no key of the model is like one that was given",
         source=("torch Module.load_state_dict",),
+    ),
+    Rule(
+        id="run.average-idle",
+        summary="An average of weights is kept apart from these, and updated.",
+        check=_averages,
+        at=(Moment.AUDIT,),
+        fix="Write copy.deepcopy(model), or torch.optim.swa_utils.AveragedModel(model), which copies it.",
+        milder="where an average is only left as it began",
+        source=("torch AveragedModel",),
     ),
     Rule(
         id="run.workers-alike",
