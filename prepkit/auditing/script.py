@@ -284,9 +284,7 @@ def _of_others(
                 yield evolve(finding, where=f"{type(root).__name__}: {finding.where}")
 
 
-def _meant(
-    optimizer: Any, roots: list[nn.Module], called: list[nn.Module], alive: list[Any]
-) -> nn.Module | None:
+def _meant(optimizer: Any, roots: list[nn.Module], called: list[nn.Module], alive: list[Any]) -> nn.Module | None:
     """The model that an optimizer was to step, as it seems, where it holds nothing that was called; None: no other.
 
     One with gradients that no optimizer holds, of parameters that are mostly like what this one holds: masters of a

@@ -13,7 +13,7 @@ from functools import wraps
 from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,12 +106,11 @@ def averages_weights(reduced: Container[str]) -> str:
 def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
     """Yield calls that average what a loop over parameters gives, or one vector of them all."""
     every = list(ast.walk(tree))
-    rows = {
-        ast.unparse(one.targets[0]) for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v")
-    }
+    assigned = (one for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v"))
+    rows = {ast.unparse(one.targets[0]) for one in assigned}
     for node in every:
         loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
-        over = [one.target for one in loops if names_weights(one.iter, "param") or names_weights(one.iter, "state_dict")]
+        over = [one.target for one in loops if any(names_weights(one.iter, word) for word in ("param", "state_dict"))]
         names = {one.id for target in over for one in ast.walk(target) if isinstance(one, ast.Name)}
         inside = ast.walk(node) if names else [node]
         for one in inside:
@@ -130,6 +129,7 @@ def names_weights(node: ast.AST, word: str) -> bool:
 
 
 def name_of(call: ast.Call) -> str:
+    """The name of the function or method that is called; empty: it has none."""
     return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
@@ -180,7 +180,7 @@ def lines_of_program(frames: Iterable[FrameType]) -> list[Line]:
 
 def in_one_loop(before: Iterable[Line], now: Iterable[Line]) -> bool:
     """Return whether the innermost loop around the line of ``before``, in a function in which both stand, has both."""
-    known = {code: line for code, line in reversed([*before])}
+    known = dict(reversed([*before]))
     code, line = next((one for one in now if one[0] in known), (None, 0))
     if code is None:
         return False

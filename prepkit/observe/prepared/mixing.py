@@ -165,7 +165,7 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _is_copied(said: Said) -> bool:
-    """Return whether the expression gets several values in its function, else in its file, and one of them is a copy."""
+    """Return whether it gets several values in its function, else in its file, and one of them is a copy."""
     tree = parsed(said.file)
     function = _function_of(tree, said.line)
     scope = function if function is not None and said.text in _written(function) else tree
