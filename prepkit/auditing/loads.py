@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,19 +59,19 @@ def _lost(module: nn.Module, state: Mapping[Any, Any], missing: list[str], unexp
     """Return what a load has left out that it was to take, as it seems: everything, or what has other names."""
     keys = [key for key in state if isinstance(key, str)]
     known = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}
-    told = {"model": type(module).__name__, "given": len(keys)}
+    told = partial(Loaded, model=type(module).__name__, given=len(keys))
     if unexpected.issuperset(keys):
         if not keys:
-            return Loaded(**told, key="") if called_by_program(frames_above(__file__)) else None
+            return told(key="") if called_by_program(frames_above(__file__)) else None
         for key in keys:
             inside = state[key]
             if isinstance(inside, Mapping) and (near := next((one for one in inside if one in known), "")):
-                return Loaded(**told, key=key, near=near, inside=True)
+                return told(key=key, near=near, inside=True)
         pairs = ((key, name) for key in keys for name in missing if _alike(key, name))
         key, near = next(pairs, (keys[0], ""))
-        return Loaded(**told, key=key, near=near)
+        return told(key=key, near=near)
     renamed = _renamed({key: _shape(state[key]) for key in keys if key in unexpected}, missing, known)
-    return Loaded(**told, key=renamed[0][0], near=renamed[0][1], lost=len(renamed)) if renamed else None
+    return told(key=renamed[0][0], near=renamed[0][1], lost=len(renamed)) if renamed else None
 
 
 def _renamed(
