@@ -307,11 +307,6 @@ def stream_that_divides_itself_beside_accelerate(rank: int, world: int) -> Case:
     return Case(model=model, optimizer=optimizer, loaders=(DataLoader(ByItsRank("torch"), batch_size=4),))
 
 
-def stream_that_divides_itself(rank: int, world: int) -> Case:
-    model = ddp(net())
-    return Case(model=model, optimizer=adam(model), loaders=(DataLoader(ByItsRank("torch"), batch_size=4),))
-
-
 def stream_divided_by_accelerate(rank: int, world: int) -> Case:
     return stream(-1, world, dataloader_config=undispatched())
 
@@ -453,7 +448,6 @@ CLEAN: tuple[CleanProgram, ...] = (
             *(stream_in_one_order_under_accelerate, stream_that_divides_itself_beside_accelerate),
         )
     ),
-    CleanProgram(stream_that_divides_itself, "torch", 2),
     *(CleanProgram(make, "datasets", 2) for make in (stream_dispatched, stream_divided_by_accelerate)),
     *(CleanProgram(make, "transformers", 1) for make in (tied_llama, checkpointed_llama, trainer)),
     *(CleanProgram(make, "transformers", 2) for make in (llama_under_ddp, llama_under_fsdp2)),
