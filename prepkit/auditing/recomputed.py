@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint_activation
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import checkpoint as checkpoints
 
@@ -21,10 +22,10 @@ from prepkit.observe.prepared.modules import generator
 
 @define(eq=False)
 class Recomputed:
-    """Listens inside ``on()`` to ``torch.utils.checkpoint.checkpoint``, reentrant or not."""
+    """Listens inside ``on()`` to whatever of torch checkpoints, reentrant or not: one function, or some in a row."""
 
-    trains: bool = False
-    """Whether the module that was called last computes gradients."""
+    _trains: bool = False
+    """Whether the reentrant checkpoint that begins computes gradients."""
     forgetful: dict[str, None] = field(factory=dict)
     """Functions that draw, and would draw otherwise in their second forward."""
     renormalised: dict[str, None] = field(factory=dict)
@@ -37,7 +38,8 @@ class Recomputed:
         """Inside, it listens."""
         without = "_checkpoint_without_reentrant_generator"
         reentrant = around_calls(checkpoints.CheckpointFunction, "forward", self._reenters)
-        with reentrant, around_calls(checkpoints, without, self._checkpoints):
+        applied = around_calls(checkpoints.CheckpointFunction, "apply", self._applies)
+        with applied, reentrant, around_calls(checkpoints, without, self._checkpoints, also=checkpoint_activation):
             yield
 
     def without_gradient(self, first: Mapping[int, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -46,14 +48,21 @@ class Recomputed:
             if first.keys() >= set(held):
                 yield line, tuple(first[one] for one in held)
 
+    def _applies(self, plain: Any, *given: Any) -> Any:
+        self._trains = torch.is_grad_enabled()
+        return plain(*given)
+
     def _reenters(self, plain: Any, ctx: Any, function: Any, keeps: bool, *given: Any) -> Any:
-        if self.trains and not any(one.requires_grad for one in given if isinstance(one, Tensor)):
-            params = (param for module in _modules_in(function) for param in module.parameters())
+        trains = self._trains
+        with self._recomputed(function, keeps=keeps) as ran:
+            result = plain(ctx, function, keeps, *given)
+        if trains and not any(one.requires_grad for one in given if isinstance(one, Tensor)):
+            modules = ran or [part for module in _modules_in(function) for part in module.modules()]
+            params = (param for module in modules for param in module.parameters(recurse=False))
             held = tuple(dict.fromkeys(id(param) for param in params if param.requires_grad))
             if held:
                 self._reentrant[line_of_program(frames_above(__file__)), held] = None
-        with self._recomputed(function, keeps=keeps):
-            return plain(ctx, function, keeps, *given)
+        return result
 
     def _checkpoints(
         self, plain: Any, function: Any, keeps: bool = True, around: Any = None, *given: Any, **named: Any
@@ -73,18 +82,25 @@ class Recomputed:
         yield from before_and_after
 
     @contextmanager
-    def _recomputed(self, function: Any, *, keeps: bool) -> Iterator[None]:
-        """Around the first forward of what is checkpointed; ``keeps``: its second will draw the same."""
+    def _recomputed(self, function: Any, *, keeps: bool) -> Iterator[list[nn.Module]]:
+        """Around the first forward of what is checkpointed; ``keeps``: its second will draw the same.
+
+        Gives the modules that have run inside.
+        """
         name = type(function).__name__ if isinstance(function, nn.Module) else _called(function)
+        ran: list[nn.Module] = []
 
         def enters(module: nn.Module, _: Any) -> None:
+            ran.append(module)
             if averages(module):
                 self.renormalised[name] = None
 
+        if isinstance(function, nn.Module):
+            enters(function, None)  # whose own hooks have begun by now, where one of them checkpoints
         handle = register_module_forward_pre_hook(enters)
         before = None if keeps else _drawn()
         try:
-            yield
+            yield ran
         finally:
             handle.remove()
         if before is not None and before != _drawn():
@@ -98,8 +114,10 @@ def _drawn() -> tuple[float, ...]:
 
 
 def _called(function: Any) -> str:
-    """The name of a function, of a method with its class, or of what a ``partial`` calls."""
+    """The name of a function, of a method with its class, or of what a ``partial`` calls; of torch's own, the line."""
     inside = getattr(function, "func", function)
+    if getattr(inside, "__module__", "") == checkpoints.__name__:
+        return f"{inside.__qualname__.partition('.')[0]} ({line_of_program(frames_above(__file__))})"
     return str(getattr(inside, "__qualname__", type(inside).__name__))
 
 

@@ -7,6 +7,7 @@ import runpy
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -60,15 +61,18 @@ class ScriptEnded(Exception):
     """The script raised before its first optimizer step, or left with an exit code; ``str`` is what Python shows."""
 
 
-def audit_script(script: str, arguments: tuple[str, ...] = ()) -> Audit | None:
+def audit_script(
+    script: str, arguments: tuple[str, ...] = (), gives_up: Callable[[str], object] | None = None
+) -> Audit | None:
     """Return what is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
 
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
     gradients, those of other optimizers, the scheduler that drives it, and the loaders that are being iterated.
+    ``gives_up``: as of ``Arrivals``.
     Raises ``ScriptEnded`` for what the script itself raises before that, and where other ranks do not come to it.
     """
-    arrivals = Arrivals()
+    arrivals = Arrivals(gives_up)
     try:
         with as_main(script, arguments):
             return audit_run(lambda: runpy.run_path(script, run_name="__main__"), arrivals)
@@ -229,15 +233,16 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     begun = time.perf_counter()
     alive = [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
-    model = _model_of(optimizer, roots)
+    called = [] if window is None else window.called()
+    model = _meant(optimizer, roots, called, alive) or _model_of(optimizer, roots)
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
-    heard = None if window is None else window.facts(alive, model, inner(scheduler))
+    heard = None if window is None else window.facts(alive, model, inner(scheduler), optimizer)
     loaders, awaited = _loaders(alive), () if window is None else window.awaited
     found = audit(
         model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited
     )
-    others = () if window is None else tuple(_of_others(model, roots, alive, ask_ranks=ask_ranks))
+    others = () if window is None else tuple(_of_others(model, roots, alive, called, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
 
 
@@ -252,16 +257,23 @@ OF_OTHERS = frozenset(
 """Rules that hold for a model while another one is stepped: it may rest, be frozen or evaluate meanwhile."""
 
 
-def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any], *, ask_ranks: bool) -> Iterator[Finding]:
+def _of_others(
+    model: nn.Module, roots: list[nn.Module], alive: list[Any], called: list[nn.Module], *, ask_ranks: bool
+) -> Iterator[Finding]:
     """Findings of other living models that an optimizer of their own is to step."""
     known = {id(param) for param in model.parameters()}
+    living = {id(param) for root in roots for param in root.parameters()}
     pairs: dict[int, tuple[nn.Module, list[Any]]] = {}
     for one in alive:
         if not isinstance(one, torch.optim.Optimizer) or inner(one) is not one or not one.param_groups:
             continue
         held = {id(param) for group in one.param_groups for param in group["params"]}
         root = max(roots, key=lambda root: sum(id(param) in held for param in root.parameters()), default=None)
-        if root is not None and not held & known and any(id(param) in held for param in root.parameters()):
+        if not held & living and (meant := _meant(one, roots, called, alive)) is not model:
+            root = meant  # it holds what nobody else does any more
+        elif root is not None and (held & known or not any(id(param) in held for param in root.parameters())):
+            continue
+        if root is not None:
             pairs.setdefault(id(root), (root, []))[1].append(one)
     told = [(type(root).__name__, len(optimizers)) for root, optimizers in pairs.values()]
     alike = ask_ranks and world().same(told)
@@ -270,6 +282,30 @@ def _of_others(model: nn.Module, roots: list[nn.Module], alive: list[Any], *, as
         for finding in found.findings:
             if finding.rule in OF_OTHERS:
                 yield evolve(finding, where=f"{type(root).__name__}: {finding.where}")
+
+
+def _meant(optimizer: Any, roots: list[nn.Module], called: list[nn.Module], alive: list[Any]) -> nn.Module | None:
+    """The model that an optimizer was to step, as it seems, where it holds nothing that was called; None: no other.
+
+    One with gradients that no optimizer holds, of parameters that are mostly like what this one holds: masters of a
+    program's own are of another dtype or device.
+    """
+    slots = [param for group in optimizer.param_groups for param in group["params"]]
+    ran = {id(param): param for module in called for param in module.parameters()}
+    if any(id(slot) in ran or slot.grad is not None for slot in slots):
+        return None
+    others = [one for one in alive if isinstance(one, torch.optim.Optimizer)]
+    held = {id(param) for one in others for group in one.param_groups for param in group["params"]}
+    kinds = Counter(map(_kind, slots))
+    for root in roots:
+        free = [one for one in root.parameters() if id(one) in ran and id(one) not in held and one.grad is not None]
+        if 2 * (kinds & Counter(map(_kind, free))).total() > max(kinds.total(), len(free)):
+            return root
+    return None
+
+
+def _kind(param: torch.Tensor) -> tuple[object, ...]:
+    return tuple(param.shape), param.dtype, param.device
 
 
 _KINDS = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
@@ -289,19 +325,20 @@ def _roots(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
-    """The root with most parameters that the optimizer holds or that have gradients; of equal ones the largest.
+    """The root with most gradients that the optimizer steps; else most parameters that it holds or that have gradients.
 
     Together with other roots, and tensors that stand in none, of which it steps gradients.
     """
     slots = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-
-    def weight(root: nn.Module) -> tuple[int, int]:
-        params = list(root.parameters())
-        return sum(id(param) in slots or param.grad is not None for param in params), len(params)
-
     live = {key for key, param in slots.items() if param.grad is not None}
+
+    def weight(root: nn.Module) -> tuple[int, int, int]:
+        params = list(root.parameters())
+        known = sum(id(param) in slots or param.grad is not None for param in params)
+        return sum(id(param) in live for param in params), known, len(params)
+
     model = _held_around(max(roots, key=weight, default=nn.Module()), roots, slots)
-    rests = bool(live) and not weight(model)[0] and not engines(model)  # an engine steps masters of its own
+    rests = bool(live) and not any(weight(model)[:2]) and not engines(model)  # an engine steps masters of its own
     if rests:
         model = nn.Module()  # as where ``functional_call`` lends it weights
     parts = {type(model).__name__: model} if any(weight(model)) else {}

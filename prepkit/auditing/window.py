@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
@@ -27,15 +28,28 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from prepkit.auditing import workers
 from prepkit.auditing.forwards import Forwards
+from prepkit.auditing.loads import Loads
 from prepkit.auditing.losses import Losses
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
-from prepkit.facts.window import Loaded, OddSample, WindowFacts
+from prepkit.auditing.standing import Standing
+from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import named_parameters, sites, unwrap_root
-from prepkit.observe.prepared.around import around_calls, averages_weights, frames_above, line_of_program
+from prepkit.observe.prepared.around import (
+    Line,
+    around_calls,
+    averages_weights,
+    frames_above,
+    in_one_loop,
+    line_of_program,
+    lines_of_program,
+    stepped_next,
+)
 from prepkit.observe.prepared.loaders import language_config, odd_batch
+from prepkit.observe.prepared.mixing import mixes_itself, never_updated
 from prepkit.observe.prepared.modules import elsewhere
+from prepkit.observe.prepared.optimizers import inner
 from prepkit.ranks.arrivals import Arrivals
 
 DIVIDES = ("DivBackward0", "MulBackward0")
@@ -75,6 +89,7 @@ class Window:
     recomputed: Recomputed = field(factory=Recomputed)
     forwards: Forwards = field(factory=Forwards)
     losses: Losses = field(factory=Losses)
+    loads: Loads = field(factory=Loads)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -87,15 +102,14 @@ class Window:
     _unscaled: set[int] = field(factory=set)
     _by_norm: set[int] = field(factory=set)
     """Parameters that were clipped by a norm of theirs."""
-    _loads: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
-    _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
-    """Names that were one parameter before a load that replaced parameters, with whose they are."""
     _compiled: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]]] = field(factory=list)
     _called: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     _entered: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     """Modules that were called from outside of any other, be it without gradients."""
     _ticked: dict[int, int] = field(factory=dict)
     """Per scheduler how often it was ticked after something went backward."""
+    _before: dict[int, list[list[Line]]] = field(factory=lambda: defaultdict(list))
+    """Where each was ticked before."""
 
     @contextmanager
     def on(self) -> Iterator[Window]:
@@ -105,6 +119,8 @@ class Window:
             stack.enter_context(called_first(self._enters))
             stack.enter_context(self.recomputed.on())
             stack.enter_context(self.losses.on())
+            stack.enter_context(self.loads.on())
+            stack.enter_context(Standing(self.arrivals).on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -116,7 +132,6 @@ class Window:
             stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
             stack.enter_context(around_calls(torch.optim.Optimizer, "zero_grad", self._clears))
             stack.enter_context(around_calls(nn.Module, "zero_grad", self._clears))
-            stack.enter_context(around_calls(nn.Module, "load_state_dict", self._loaded))
             stack.enter_context(around_calls(torch, "compile", self._compile))
             stack.enter_context(around_calls(LRScheduler, "step", self._ticks))
             for name in SENDS:
@@ -127,7 +142,13 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
-    def facts(self, alive: list[Any], model: nn.Module | None = None, scheduler: Any = None) -> WindowFacts:
+    def called(self) -> list[nn.Module]:
+        """Return the modules that were called from outside of any other, with gradients."""
+        return [module for one in self._called.values() if (module := one()) is not None]
+
+    def facts(
+        self, alive: list[Any], model: nn.Module | None = None, scheduler: Any = None, optimizer: Any = None
+    ) -> WindowFacts:
         """What was heard so far; ``model``: whose parameters have names.
 
         Reads on in streams that several workers give, which nobody reads afterwards.
@@ -145,8 +166,8 @@ class Window:
             clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.losses.squashed),
             misgiven=tuple(self.losses.misgiven),
-            loaded=tuple(one for module, one in self._loads.values() if one is not None and module() is not None),
-            untied=tuple(self._untied()),
+            loaded=self.loads.lost(),
+            untied=tuple(self.loads.untied()),
             idle=tuple(self._idle()),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
@@ -154,7 +175,7 @@ class Window:
             renormalised=tuple(self.recomputed.renormalised),
             forwards=tuple(self.forwards.facts(_sizes(alive), first.keys(), self.losses.compared)),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
-            ticked=self._ticked.get(id(scheduler), 0),
+            ticked=self._ticked.get(id(scheduler), 0) or self._at_the_top(scheduler),
             backwards=self.backwards,
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
@@ -164,6 +185,9 @@ class Window:
             averages_weights=averages_weights(self.reduced),
             recompiled=recompiled(),
             text=self.text,
+            again=tuple(_again(optimizer, first)),
+            mixed=tuple(mixes_itself()),
+            never_updated=tuple(never_updated(alive)),
             trainer=trainer,
             steps=steps,
             ticks=ticks,
@@ -171,10 +195,9 @@ class Window:
 
     def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         if next(module.parameters(), None) is not None:
-            self.arrivals.calls()
+            self.arrivals.calls(alone=torch.is_grad_enabled() and _unsynced(module))
         self._entered[id(module)] = weakref.ref(module)
-        self.recomputed.trains = torch.is_grad_enabled()
-        if not self.recomputed.trains:
+        if not torch.is_grad_enabled():
             return None
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:
@@ -259,24 +282,19 @@ class Window:
                 self.cleared, self._emptied = line_of_program(frames_above(__file__)), held
         return plain(owner, *given, **named)
 
-    def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
-        ties = _ties(module) if named.get("assign") or given[2:3] == (True,) else []
-        result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
-        self._ties += [(weakref.ref(module), *pair) for pair in ties]
-        keys = [key for key in state if isinstance(key, str)]
-        missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
-        self._loads[id(module)] = weakref.ref(module), None
-        if keys and missing and unexpected.issuperset(keys):
-            pairs = ((key, name) for key in keys for name in missing if _alike(key, name))
-            key, near = next(pairs, (keys[0], ""))
-            told = Loaded(model=type(module).__name__, given=len(keys), key=key, near=near)
-            self._loads[id(module)] = weakref.ref(module), told
-        return result
-
     def _ticks(self, plain: Any, scheduler: Any, *given: Any, **named: Any) -> Any:
         anew = not getattr(scheduler, "_step_count", 0)  # as it is made
         self._ticked[id(scheduler)] = 0 if anew else self._ticked.get(id(scheduler), 0) + bool(self.backwards)
+        if anew:
+            self._before.pop(id(scheduler), None)
+        elif not self.backwards:
+            self._before[id(scheduler)].append(lines_of_program(frames_above(__file__)))
         return plain(scheduler, *given, **named)
+
+    def _at_the_top(self, scheduler: Any) -> int:
+        """1 where it was ticked once in the loop that is about to step; more often: it was wound forward there."""
+        before = self._before.get(id(scheduler), [])
+        return int(len(before) == 1 and in_one_loop(before[0], lines_of_program(frames_above(__file__))))
 
     def _compile(self, plain: Any, model: Any = None, *given: Any, **named: Any) -> Any:
         result = plain(model, *given, **named)
@@ -290,18 +308,8 @@ class Window:
             if module is not None and id(module) not in known and elsewhere(sites(module), known):
                 yield type(module).__name__
 
-    def _untied(self) -> Iterator[tuple[str, str]]:
-        """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
-        for owner, *pair in self._ties:
-            if (module := owner()) is not None:
-                named = dict(module.named_parameters(remove_duplicate=False))
-                one, other = (named.get(name) for name in pair)
-                if one is not None and other is not None and one is not other and _equal(one, other):
-                    yield pair[0], pair[1]
-
     def _idle(self) -> Iterator[str]:
-        roots = [module for one in self._called.values() if (module := one()) is not None]
-        inside = {id(module) for root in roots for module in root.modules()}
+        inside = {id(module) for root in self.called() for module in root.modules()}
         for model, result in self._compiled:
             if id(model()) in inside and id(result()) not in inside:
                 yield type(model()).__name__
@@ -338,6 +346,21 @@ def _sent_through(name: str, given: Iterable[Any], frames: list[FrameType]) -> s
     return line_of_program(frames) if inside or instead else ""
 
 
+def _again(optimizer: Any, first: Mapping[int, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the optimizers that the program steps next, and what they share with this one."""
+    mine = {id(one) for group in optimizer.param_groups for one in group["params"]} if optimizer is not None else set()
+    for other in map(inner, stepped_next(frames_above(__file__)) if mine else ()):
+        if isinstance(other, torch.optim.Optimizer) and other is not optimizer:
+            params = [one for group in other.param_groups for one in group["params"] if id(one) in mine]
+            if shared := tuple(first.get(id(one), "?") for one in params if one.grad is not None):
+                yield type(other).__name__, shared
+
+
+def _unsynced(module: nn.Module) -> bool:
+    """Return whether the next backward of a wrapper averages nothing, as inside ``no_sync()``."""
+    return not getattr(module, "require_backward_grad_sync", getattr(module, "_sync_gradients", True))
+
+
 def _float16_units(root: nn.Module) -> Iterator[str]:
     """Yield the class of the options by which a unit of FSDP1 or FSDP2 computes in float16."""
     for module in root.modules():
@@ -347,26 +370,6 @@ def _float16_units(root: nn.Module) -> Iterator[str]:
             options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
         if getattr(options, "param_dtype", None) == torch.float16:
             yield type(options).__name__
-
-
-def _ties(module: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names of one parameter: the first, and each other."""
-    first: dict[int, str] = {}
-    named = [*module.named_parameters(remove_duplicate=False)]
-    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
-    return [(one, other) for one, other in pairs if one != other]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether they hold the same in two places. Reads both."""
-    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
-    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
-    return apart and torch.equal(one, other)
-
-
-def _alike(key: str, name: str) -> bool:
-    """Return whether one is the other behind a prefix."""
-    return key.endswith(f".{name}") or name.endswith(f".{key}")
 
 
 MOST_NODES = 64

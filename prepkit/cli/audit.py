@@ -72,12 +72,19 @@ def audit(  # an argument for each option
         kept = () if keep is None else ("--keep", keep)
         _in_processes(processes, (*["--prove"] * prove, *kept, *["--json"] * as_json, script, "--", *arguments))
     code = _audited(script, arguments, prove, keep, as_json)
-    if folder := os.environ.get(CODES):
+    if _leaves(code) and code == 1:
+        sys.exit(0)  # every rank has found the same; with another code torchrun ends the others
+    sys.exit(code)
+
+
+def _leaves(code: int) -> bool:
+    """Leave an exit code for whoever has started this process among others; False: nobody has."""
+    folder = os.environ.get(CODES)
+    if folder:
         from prepkit.ranks import launcher
 
         Path(folder, str(launcher.rank())).write_text(str(code))
-        sys.exit(0 if code == 1 else code)  # every rank has found the same; with another code torchrun ends the others
-    sys.exit(code)
+    return bool(folder)
 
 
 def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, as_json: bool) -> int:
@@ -94,9 +101,9 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
             if prove:
                 from prepkit.proving.script import prove_script
 
-                found = prove_script(script, arguments, keep)
+                found = prove_script(script, arguments, keep, _ends)
             else:
-                found = audit_script(script, arguments)
+                found = audit_script(script, arguments, _ends)
     except ScriptEnded as ended:
         click.echo(str(ended), err=True)
         return SCRIPT_FAILED
@@ -117,6 +124,14 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
     return 1 if errors(every) else 0
 
 
+def _ends(said: str) -> NoReturn:
+    """Say why no rank goes on, and end this process, whose program stands in a call that nobody can break off."""
+    sys.stderr.write(f"{said}\n")
+    sys.stderr.flush()
+    _leaves(SCRIPT_FAILED)
+    os._exit(SCRIPT_FAILED)
+
+
 def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
     """Run the audit again in so many processes, and end as the first of them that has something to say.
 
@@ -131,7 +146,7 @@ def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
         env = {**here, **os.environ, CODES: folder}
         done = subprocess.run((*launched, "-m", "prepkit", "audit", *words), env=env, check=False)
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
-    sys.exit(max((code for code in codes if code), default=0 if codes else done.returncode))
+    sys.exit(max((code for code in codes if code), default=done.returncode and not codes and SCRIPT_FAILED))
 
 
 @click.command(short_help="Find where two recorded windows part.")

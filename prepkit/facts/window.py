@@ -61,16 +61,20 @@ class SharersFacts:
 
 @frozen(kw_only=True)
 class Loaded:
-    """A ``load_state_dict`` that took nothing of what it was given."""
+    """A ``load_state_dict`` that took nothing of what it was given, or left out what has other names."""
 
     model: str
     """Class of the module."""
     given: int
     """Keys that it was given."""
     key: str
-    """One of them."""
+    """One of them that was not taken; empty: there was none."""
     near: str = ""
     """The module's key that it would have been without or with a prefix; empty: there is none."""
+    inside: bool = False
+    """Whether ``near`` is a key of the mapping that stands under ``key``."""
+    lost: int = 0
+    """Keys that would have been the module's likewise, where it took others; 0: it took none."""
 
 
 @frozen(kw_only=True)
@@ -188,6 +192,13 @@ class WindowFacts:
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
     text: OddSample = ""
     """What is wrong in what such a model was called with."""
+    again: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Optimizers that the program steps behind this one, with nothing backward and nothing cleared between: the class,
+    and the parameters with a gradient that both hold."""
+    mixed: tuple[tuple[str, str, str], ...] = ()
+    """Lines that mix the weights of a model with themselves, as an average is made, and the two names of the model."""
+    never_updated: tuple[str, ...] = ()
+    """Classes of averages that no line of the program updates."""
     communicates: str = ""
     """The line of the program that has sent activations, or their gradients, to other ranks; empty: none has."""
     cut: tuple[str, ...] = ()

@@ -67,13 +67,19 @@ class StillWaits(BaseException):
     """Ends the script at its first step, before which DDP had not averaged what is stepped."""
 
 
-def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None = None) -> Proof | None:
+def prove_script(
+    script: str,
+    arguments: tuple[str, ...] = (),
+    keep: str | None = None,
+    gives_up: Callable[[str], object] | None = None,
+) -> Proof | None:
     """The proof of a script's first window, on every rank; None where no optimizer steps a model that was called.
 
     With it the audit of its first step, as ``audit_script`` makes it. The script runs as ``python script arguments``
     would run it, on every rank that a launcher has started, until all that trains was stepped, or the next window
     begins. Rank 0 replays while the others wait.
     ``keep``: a folder that the record is left in, with what each module and operator has computed, for ``bisect``.
+    ``gives_up``: as of ``Arrivals``.
     Raises ``ScriptEnded`` for what the script itself raises before that.
     """
 
@@ -96,7 +102,7 @@ def prove_script(script: str, arguments: tuple[str, ...] = (), keep: str | None 
         if len(steps) >= ENOUGH and not any(one.stepped for one in recorder.family):
             raise WindowDone
 
-    steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals()
+    steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals(gives_up)
     recorder = Recorder(when_done=end, agrees=_in_turn(arrivals), traces=keep is not None, lingers=True)
     hook = register_optimizer_step_post_hook(counted)
     try:

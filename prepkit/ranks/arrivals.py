@@ -37,6 +37,10 @@ AHEAD_S = 30.0
 """The same of a rank that has done more than this one, and so may wait for it in a collective."""
 LOOK_S = 1.0
 """Seconds between two looks at what the others do, and after which who waits for a tensor says so."""
+STANDS_S = 10.0
+"""Seconds after which a rank is given up that stands still in a collective, while another one has come past it."""
+ALL_STAND_S = 20.0
+"""The same where every rank stands still in one."""
 ANSWER_S = 30.0
 """Seconds that the store may take."""
 VERDICT = "verdict"
@@ -56,17 +60,23 @@ class Reached:
     """How its script has come to an end; empty: it goes on."""
     waits: bool = False
     """Whether it waits for another rank to send or to take a tensor."""
+    alone: int = 0
+    """Calls of a wrapper that was told to average nothing, as by ``no_sync()``."""
 
 
 @define
 class Arrivals:
     """One rank among the others, from its first call or backward on in a process group that carries data."""
 
+    gives_up: Callable[[str], object] | None = None
+    """Is told, in another thread, why no rank will ever go on; None: nobody is."""
     done: Reached = field(factory=Reached, init=False)
     hands: bool = field(default=False, init=False)
     """Whether this rank has sent a tensor to one rank, or got one from it."""
     alone: bool = field(default=False, init=False)
     """Whether ``together`` has said that the others do not come."""
+    _stood: bool = field(default=False, init=False)
+    """Whether this rank stood still when it was last looked at."""
     _waiting: list[Thread] = field(factory=list, init=False)
     """Those in which this rank waits for another one."""
     _leaving: tuple[str, Callable[[], object]] | None = field(default=None, init=False)
@@ -74,9 +84,9 @@ class Arrivals:
     _process: int = field(factory=os.getpid, init=False)
     """A loader's worker, which calls modules too, is none of the ranks."""
 
-    def calls(self) -> None:
-        """Take note of a call of a model."""
-        self._tell(evolve(self.done, calls=self.done.calls + 1))
+    def calls(self, *, alone: bool = False) -> None:
+        """Take note of a call of a model; ``alone``: of which a backward averages nothing."""
+        self._tell(evolve(self.done, calls=self.done.calls + 1, alone=self.done.alone + alone))
         self._looks()
 
     def goes_backward(self) -> None:
@@ -87,6 +97,27 @@ class Arrivals:
     def ends(self, how: str) -> None:
         """The script of this rank has come to an end, or to something that ends it."""
         self._tell(evolve(self.done, ended=how))
+
+    def stands(self, place: str, seconds: float) -> None:
+        """Take note, in another thread, that this rank has stood still in a call for so long; ``place`` empty: not.
+
+        Where every rank does, none will ever go on, which the first one says.
+        """
+        peers = self._peers
+        if peers is None or self.hands or not world().running or "nccl" in world().backend:
+            return
+        still = bool(place) and seconds > SAID_S
+        if not still and not self._stood:
+            return
+        self._stood = still
+        with suppress(RuntimeError):
+            peers.store.set(f"stands/{peers.rank}", json.dumps((place, seconds)) if still else "")
+            each = [_stands(peers, one) for one in range(peers.world if still and not peers.rank else 0)]
+            if each and all(since > ALL_STAND_S for _, since in each):
+                told = (f"rank {one} {_said(_read(peers, one))}, in {place}" for one, (place, _) in enumerate(each[:4]))
+                peers.store.compare_set(VERDICT, "", f"Every rank waits for another one: {'; '.join(told)}")
+                if self.gives_up is not None:
+                    self.gives_up(peers.store.get(VERDICT))
 
     def _tell(self, done: Reached) -> None:
         if os.getpid() != self._process:
@@ -259,8 +290,11 @@ class Arrivals:
         for rank, how in peers.ended(seen):
             yield f". Rank {rank}: {how}"
         for rank, (done, since) in seen.items():
+            where, stood = _stands(peers, rank)
             if done.ended and not last:
                 yield f". Rank {rank}: {done.ended}"
+            elif stood > STANDS_S:
+                yield f". Rank {rank} has waited for other ranks for {stood:.0f} s, in {where}"
             elif now - since > (AHEAD_S if self._is_behind(done) else STILL_S):
                 yield f". Rank {rank} has done nothing more for {now - since:.0f} s"
 
@@ -306,9 +340,18 @@ class Handed:
 
 def _said(done: Reached) -> str:
     calls, backwards = count(done.calls, "time"), count(done.backwards, "time")
-    return f"has called a model {calls} and gone backward {backwards}"
+    alone = f" ({done.alone} inside no_sync())" * bool(done.alone)
+    return f"has called a model {calls}{alone} and gone backward {backwards}"
 
 
 def _read(peers: Peers, rank: int) -> Reached:
     key = f"done/{rank}"
     return Reached(*json.loads(peers.store.get(key))) if peers.store.check([key]) else Reached()
+
+
+def _stands(peers: Peers, rank: int) -> tuple[str, float]:
+    """The call in which a rank stands still, and for how many seconds it has."""
+    key = f"stands/{rank}"
+    said = peers.store.get(key) if peers.store.check([key]) else ""
+    where, seconds = json.loads(said) if said else ("", 0.0)
+    return where, seconds

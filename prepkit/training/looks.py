@@ -25,9 +25,10 @@ from prepkit.objects import fsdp1_flat
 from prepkit.objects.fsdp2_units import rewritten
 from prepkit.objects.local_part import local
 from prepkit.objects.whole_gradients import average_without
-from prepkit.observe.prepared.around import mixes_empty, saved_in_parts
+from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.observe.prepared.averaging import awaited, reduced
 from prepkit.observe.prepared.gradients import Watched, as_they_came, reducer
+from prepkit.observe.prepared.mixing import mixes_empty
 from prepkit.observe.prepared.optimizers import LastSteps
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, random_split
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, random_split
 
 import prepkit as pk
 from tests.audit.by_gradients import batch
@@ -323,6 +325,56 @@ def own_sampler_of_everything(rank: int, world: int) -> Case:
 def with_replacement_alike(rank: int, world: int) -> Case:
     draws = RandomSampler(rows(), replacement=True, generator=torch.Generator().manual_seed(3))
     return case(DistributedDataParallel(net()), loaders=(DataLoader(rows(), batch_size=4, sampler=draws),))
+
+
+class ByItsRank(IterableDataset[Any]):
+    """Takes its part by what the process says of itself, in one of several words."""
+
+    def __init__(self, word: str) -> None:
+        self.word, self.rank, self.world_size = word, 0, 1
+
+    def __iter__(self) -> Iterator[Any]:
+        match self.word:
+            case "variables":
+                rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            case "attributes":
+                rank, world = self.rank, self.world_size
+            case "torch":
+                rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            case _:
+                from accelerate import PartialState
+
+                state = PartialState()
+                rank, world = state.process_index, state.num_processes
+        return islice(iter([(x, y) for x, y in rows(64)]), rank, None, world)
+
+
+def stream_prepared(data: IterableDataset[Any], **given: Any) -> Case:
+    model, ours = net(), accelerator(**given)
+    model, optimizer, loader = ours.prepare(model, adam(model), DataLoader(data, batch_size=4))  # type: ignore[arg-type]
+    return case(model, optimizer, loaders=(loader,))
+
+
+def stream_by_its_rank_under_accelerate(rank: int, world: int) -> Case:
+    data = ByItsRank("attributes")
+    data.rank, data.world_size = rank, world
+    return stream_prepared(data, dataloader_config=undispatched())
+
+
+def stream_by_torch_under_accelerate(rank: int, world: int) -> Case:
+    return stream_prepared(ByItsRank("torch"), dataloader_config=undispatched())
+
+
+def stream_by_variables_under_accelerate(rank: int, world: int) -> Case:
+    return stream_prepared(ByItsRank("variables"), dataloader_config=undispatched())
+
+
+def stream_by_its_state_under_accelerate(rank: int, world: int) -> Case:
+    return stream_prepared(ByItsRank("state"), dataloader_config=undispatched())
+
+
+def stream_by_its_rank_under_a_dispatcher(rank: int, world: int) -> Case:
+    return stream_prepared(ByItsRank("torch"))
 
 
 def stream_that_nobody_divides(rank: int, world: int) -> Case:

@@ -114,6 +114,20 @@ def forward_bound_to_the_original(rank: int, world: int) -> Case:
     return Case(model=other, optimizer=adam(other))
 
 
+def ticked_with_each_micro_batch(rank: int, world: int) -> Case:
+    """Seven steps of four micro-batches."""
+    model = net()
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    for _ in range(7):
+        for _ in range(4):
+            model(torch.randn(2, WIDTH)).square().mean().backward()
+            scheduler.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Case(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
 def scheduler_of_another_optimizer(rank: int, world: int) -> Case:
     model = net()
     first, second = adam(model), adam(model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -11,10 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.data import DataLoader, Subset
+from torch.optim import lr_scheduler as rates
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from tests.audit.by_gradients import averaged_by_hand
-from tests.audit.by_habit import stream, undispatched
+from tests.audit.by_habit import ByItsRank, stream, stream_prepared, undispatched
 from tests.audit.by_libraries import accelerator, engine_of, llama
 from tests.audit.by_sharding import CPU, cut, flattened, sharded
 from tests.audit.case import WIDTH, Block, Case, adam, divided, net, rows
@@ -63,6 +65,26 @@ def alone_with_warm_up_from_zero(rank: int, world: int) -> Case:
     optimizer = adam(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
     return Case(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def ticked_after(steps: int, ticks: int, scheduler: Any, model: nn.Module) -> Case:
+    optimizer = scheduler.optimizer
+    for _ in range(steps):
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+    for at in range(ticks):
+        scheduler.step(*([at / ticks] if isinstance(scheduler, rates.CosineAnnealingWarmRestarts) else []))
+    return Case(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def ticked_behind_steps_that_a_scaler_refused(rank: int, world: int) -> Case:
+    model = net()
+    return ticked_after(2, 12, rates.CosineAnnealingLR(adam(model), 100), model)
+
+
+def ticked_by_the_part_of_an_epoch(rank: int, world: int) -> Case:
+    model = net()
+    return ticked_after(4, 40, rates.CosineAnnealingWarmRestarts(adam(model), 100), model)
 
 
 def compiled(rank: int, world: int) -> Case:
@@ -246,6 +268,45 @@ def stream_dispatched(rank: int, world: int) -> Case:
     return stream(-1, world)
 
 
+class Drawn(IterableDataset[Any]):
+    """Samples without an end, of a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(self.seed)
+        while True:
+            yield torch.randn(WIDTH, generator=generator), 0
+
+
+class InOrder(IterableDataset[Any]):
+    """The same samples on every rank, in one order that is drawn."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data = rows(64)
+        return iter([data[at] for at in torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()])
+
+
+def stream_drawn_by_rank_under_accelerate(rank: int, world: int) -> Case:
+    return stream_prepared(Drawn(rank), dataloader_config=undispatched())
+
+
+def stream_drawn_by_rank_under_a_dispatcher(rank: int, world: int) -> Case:
+    return stream_prepared(Drawn(rank))
+
+
+def stream_in_one_order_under_accelerate(rank: int, world: int) -> Case:
+    return stream_prepared(InOrder(), dataloader_config=undispatched())
+
+
+def stream_that_divides_itself_beside_accelerate(rank: int, world: int) -> Case:
+    """Its loader is not given to accelerate."""
+    model, ours = net(), accelerator()
+    model, optimizer = ours.prepare(model, adam(model))
+    return Case(model=model, optimizer=optimizer, loaders=(DataLoader(ByItsRank("torch"), batch_size=4),))
+
+
 def stream_divided_by_accelerate(rank: int, world: int) -> Case:
     return stream(-1, world, dataloader_config=undispatched())
 
@@ -363,6 +424,7 @@ def narrow(rank: int, world: int) -> Case:
 
 _ONE = (
     *(alone, alone_with_a_schedule, alone_with_warm_up_from_zero, compiled, compiled_around, checkpointed, frozen_body),
+    *(ticked_behind_steps_that_a_scaler_refused, ticked_by_the_part_of_an_epoch),
     *(two_optimizers, frozen_in_low_precision, loss_with_a_weight_of_its_own, narrow),
 )
 _TWO = (
@@ -378,6 +440,13 @@ CLEAN: tuple[CleanProgram, ...] = (
     *(
         CleanProgram(make, "accelerate", 2)
         for make in (accelerated, accelerated_mixed, accelerated_accumulation, accelerated_llama)
+    ),
+    *(
+        CleanProgram(make, "accelerate", 2)
+        for make in (
+            *(stream_drawn_by_rank_under_accelerate, stream_drawn_by_rank_under_a_dispatcher),
+            *(stream_in_one_order_under_accelerate, stream_that_divides_itself_beside_accelerate),
+        )
     ),
     *(CleanProgram(make, "datasets", 2) for make in (stream_dispatched, stream_divided_by_accelerate)),
     *(CleanProgram(make, "transformers", 1) for make in (tied_llama, checkpointed_llama, trainer)),

@@ -49,6 +49,7 @@ ERRORS: tuple[PlantedError, ...] = (
     ),
     PlantedError(by_hand.trained_state_left_behind, "run.state-lost", "torch", 1, "state under the old parameters"),
     PlantedError(by_hand.two_optimizers_one_parameter, "run.stepped-twice", "torch", 1, "two step one parameter"),
+    PlantedError(by_hand.ticked_with_each_micro_batch, "run.ticked-early", "torch", 1, "ticked by the micro-batch"),
     PlantedError(by_hand.rate_of_zero, "run.rate-zero", "torch", 1, "a learning rate of zero that nothing raises"),
     # --- the model itself ---
     PlantedError(by_hand.still_in_eval, "run.eval-mode", "torch", 1, "evaluation mode in training"),
@@ -199,6 +200,14 @@ ERRORS: tuple[PlantedError, ...] = (
     *(
         PlantedError(made, "run.divided-twice", "datasets", 2, "split_dataset_by_node under accelerate")
         for made in (by_habit.nodes_under_a_dispatcher, by_habit.nodes_under_accelerate)
+    ),
+    *(
+        PlantedError(made, "run.divided-twice", "accelerate", 2, "a stream that divides itself under accelerate")
+        for made in (
+            *(by_habit.stream_by_its_rank_under_accelerate, by_habit.stream_by_torch_under_accelerate),
+            by_habit.stream_by_variables_under_accelerate,
+            *(by_habit.stream_by_its_state_under_accelerate, by_habit.stream_by_its_rank_under_a_dispatcher),
+        )
     ),
     PlantedError(by_habit.sampler_under_accelerate, "run.divided-twice", "accelerate", 2, "a sampler under accelerate"),
     PlantedError(by_habit.hook_that_averages_nothing, "run.gradients-part", "torch", 2, "a hook that averages nothing"),

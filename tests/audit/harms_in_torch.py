@@ -5,6 +5,7 @@ Each row is a loop with an error, and the same without it. Nothing here is prepk
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -218,6 +219,25 @@ def loaded(*, prefix: str) -> Callable[[], float]:
     return weights
 
 
+def averaged(*, apart: bool) -> Callable[[], float]:
+    """The weights of an average of three steps."""
+
+    def weights() -> float:
+        model = net()
+        average = copy.deepcopy(model) if apart else model
+        optimizer = sgd(model)
+        for inputs, classes in samples():
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), classes).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for held, param in zip(average.parameters(), model.parameters(), strict=True):
+                    held.lerp_(param, 0.1)
+        return size(average)
+
+    return weights
+
+
 class Stream(IterableDataset[Tensor]):
     """Gives all of its samples in each worker."""
 
@@ -319,6 +339,7 @@ SLIPS: tuple[Slip, ...] = (
     Slip("run.cast", "steps are rounded away", cast_in_the_loop, lambda: _slow(torch.float32)),
     Slip("run.two-schedulers", "the rate falls twice", ticked_by(2), ticked_by(1)),
     Slip("run.loaded-nothing", "nothing is loaded", loaded(prefix="module."), loaded(prefix="")),
+    Slip("run.average-idle", "the average is the last step", averaged(apart=False), averaged(apart=True)),
     Slip("run.workers-alike", "each sample is read twice", read_by(2), read_by(0)),
     Slip("run.samples-odd", "pads are read as text", padded(masked=False), padded(masked=True)),
     Slip("run.text-odd", "the token after next is learnt", labelled(shifted=True), labelled(shifted=False)),

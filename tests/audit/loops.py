@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, get_worker_info
 
 from prepkit.auditing.script import audit_run
@@ -233,8 +233,41 @@ def loaded_again_by_the_right_names(rank: int, world: int) -> None:
 
 def nothing_to_load(rank: int, world: int) -> None:
     model = net()
-    model.load_state_dict({}, strict=False)
+    nn.ReLU().load_state_dict({}, strict=False)
     taken(model, adam(model), loss_of(model))
+
+
+def new_head_beside_a_loaded_body(rank: int, world: int) -> None:
+    """Of a checkpoint with another head, and with an average and an optimizer beside."""
+    model, state = net(), net().state_dict()
+    state = {key: value for key, value in state.items() if "head" not in key}
+    others = {"average.head.weight": torch.ones(4, WIDTH), "average.head.bias": torch.ones(4)}
+    average = {f"average.{key}": value for key, value in state.items()}
+    model.load_state_dict({**state, **average, **others, "classifier.weight": torch.ones(9, WIDTH)}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def one_of_two_towers_loaded(rank: int, world: int) -> None:
+    """What it has not lies under the same words in the other tower."""
+    model = nn.ModuleDict({"text": net(), "image": net()})
+    model.load_state_dict({f"text.{key}": value for key, value in net().state_dict().items()}, strict=False)
+    taken(model, adam(model), loss_of(model["text"]) + loss_of(model["image"]))
+
+
+def adapter_loaded_alone(rank: int, world: int) -> None:
+    model = nn.Sequential(net(), nn.Linear(4, 4))
+    state = {"1.weight": torch.eye(4), "1.bias": torch.zeros(4), "scale": torch.ones(1)}
+    model.load_state_dict(state, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def blocks_loaded_from_a_deeper_model(rank: int, world: int) -> None:
+    """Blocks that the checkpoint has more of, and a norm that it has not."""
+    model = net()
+    model.norm = nn.LayerNorm(WIDTH)
+    state = {f"blocks.{at}.inner.{name}": torch.ones(WIDTH) for at in range(3, 9) for name in ("bias", "scale")}
+    model.load_state_dict({**net().state_dict(), **state}, strict=False)
+    taken(model, adam(model), loss_of(model) + model.norm(X).sum())
 
 
 def loaded_and_replaced(rank: int, world: int) -> None:
@@ -401,6 +434,64 @@ def discriminator_first(rank: int, world: int) -> None:
     taken(maker, second, -judge(maker(torch.randn(4, 8))).mean())
 
 
+def encoder_stepped_in_turns(rank: int, world: int) -> None:
+    """As SAC-AE does: by what reconstructs, then with the critic by its own loss."""
+    encoder, decoder, critic = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    every = nn.ModuleDict({"encoder": encoder, "critic": critic})
+    of_encoder, of_decoder, of_critic = adam(encoder), adam(decoder), adam(every)
+    fn.mse_loss(decoder(encoder(X)), X).backward()
+    of_encoder.step()
+    of_decoder.step()
+    of_critic.zero_grad()
+    critic(encoder(X)).square().mean().backward()
+    of_critic.step()
+
+
+def encoder_of_two_makers_in_turns(rank: int, world: int) -> None:
+    encoder, one, other = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 2)
+    models = nn.Sequential(encoder, one), nn.Sequential(encoder, other)
+    for model in models:
+        optimizers = [adam(each) for each in models]
+        taken(model, optimizers[0], model(torch.randn(4, 8)).square().mean())
+
+
+def head_stepped_again_by_a_loss_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    both, head = adam(model), torch.optim.SGD(model.head.parameters(), 0.1)
+    loss_of(model).backward()
+    both.step()
+    model.zero_grad()
+    loss_of(model).backward()
+    head.step()
+
+
+def judge_first_through_a_maker_with_masters(rank: int, world: int) -> None:
+    """In bfloat16, with masters of its own that get their gradients before their own step."""
+    maker, judge = nn.Linear(8, WIDTH).bfloat16(), nn.Linear(WIDTH, 1)
+    masters = [nn.Parameter(param.detach().float()) for param in maker.parameters()]
+    of_judge, of_maker = adam(judge), torch.optim.AdamW(masters)
+    taken(judge, of_judge, judge(maker(torch.randn(4, 8).bfloat16()).float()).mean())
+    assert of_maker is not None
+
+
+def judge_first_and_the_maker_later(rank: int, world: int) -> None:
+    """The maker's optimizer is made when it is needed; beside it one of a model that rests, which looks alike."""
+    maker, resting, judge = nn.Linear(8, WIDTH), nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
+    of_judge, of_resting = adam(judge), adam(resting)
+    taken(judge, of_judge, judge(maker(torch.randn(4, 8))).mean())
+    assert of_resting is not None
+
+
+def target_that_gets_gradients_in_vain(rank: int, world: int) -> None:
+    model = net()
+    target = copy.deepcopy(model)
+    nn.init.ones_(target.head.bias)
+    codes = nn.Parameter(torch.zeros(4, WIDTH))
+    optimizer, of_codes = adam(model), adam(nn.ParameterList([codes]))
+    taken(model, optimizer, fn.mse_loss(model(X), target(X)))
+    assert of_codes is not None
+
+
 def maker_first_and_judge_frozen(rank: int, world: int) -> None:
     maker, judge = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 1)
     first, second = adam(maker), adam(judge)
@@ -429,6 +520,53 @@ def two_towers_and_a_temperature(rank: int, world: int) -> None:
 def teacher_beside(rank: int, world: int) -> None:
     model, teacher = net(), net(dropout=0.1).requires_grad_(requires_grad=False).eval()
     taken(model, adam(model), fn.kl_div(model(X).log_softmax(-1), teacher(X).softmax(-1), reduction="batchmean"))
+
+
+def follow(target: nn.Module, model: nn.Module) -> None:
+    with torch.no_grad():
+        for held, param in zip(target.parameters(), model.parameters(), strict=True):
+            held.mul_(0.9).add_(param, alpha=0.1)
+
+
+def average_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    average = copy.deepcopy(model)
+    taken(model, adam(model), loss_of(model))
+    follow(average, model)
+
+
+def average_with_a_shared_encoder(rank: int, world: int) -> None:
+    encoder = nn.Linear(WIDTH, WIDTH)
+    online, target = nn.Sequential(encoder, nn.Linear(WIDTH, 4)), nn.Sequential(encoder, nn.Linear(WIDTH, 4))
+    taken(online, adam(online), loss_of(online))
+    follow(target, online)
+
+
+def average_that_begins_later(rank: int, world: int) -> None:
+    model = net()
+    slow = model
+    for step in range(3):
+        if step == 1:
+            slow = copy.deepcopy(model)
+        taken(model, adam(model), loss_of(model))
+        follow(slow, model)
+
+
+def average_where_there_is_one(rank: int, world: int) -> None:
+    model = net()
+    slow = model
+    taken(model, adam(model), loss_of(model))
+    if slow is not model:
+        for held, param in zip(slow.parameters(), model.parameters(), strict=True):
+            held.data.lerp_(param.data, 0.1)
+
+
+def shadow_and_model_by_other_names_elsewhere(rank: int, world: int) -> None:
+    """Names that stand for one model here, and are mixed in another function, which is given two."""
+    model = net()
+    shadow = target = average = model
+    taken(model, adam(model), loss_of(shadow))
+    assert target is average
 
 
 def average_beside(rank: int, world: int) -> None:
@@ -627,6 +765,21 @@ def recomputed_with_nothing_to_draw(rank: int, world: int) -> None:
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
 
 
+def recomputed_in_a_row(rank: int, world: int) -> None:
+    """Its norms rest, its random numbers are kept, and its last part is not recomputed."""
+    layers = (nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH).eval())
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
+    output = checkpoint_sequential(model, 3, X, use_reentrant=False)
+    taken(model, adam(model), fn.cross_entropy(output, Y))
+
+
+def recomputed_in_a_row_over_what_is_frozen(rank: int, world: int) -> None:
+    model, body = net(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    body.requires_grad_(requires_grad=False).eval()
+    output = checkpoint_sequential(body, 2, X, use_reentrant=True)
+    taken(model, adam(model), fn.cross_entropy(model(output), Y))
+
+
 def seeded(x: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -735,6 +888,41 @@ def wound_forward(rank: int, world: int) -> None:
     for _ in range(10):
         scheduler.step()
     taken(model, optimizer, loss_of(model))
+
+
+def wound_forward_in_the_loop(rank: int, world: int) -> None:
+    """As one goes on that skips the batches which an earlier run has read."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for step in range(8):
+        if step < 5:
+            scheduler.step()
+            continue
+        taken(model, optimizer, loss_of(model))
+        scheduler.step()
+
+
+def wound_forward_by_one_in_a_loop_of_its_own(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for _ in range(2):
+        for _ in range(1):
+            scheduler.step()
+        for _ in range(2):
+            taken(model, optimizer, loss_of(model))
+            scheduler.step()
+
+
+def ticked_at_the_top_but_first(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.CosineAnnealingLR(optimizer, 50)
+    for step in range(8):
+        if step:
+            scheduler.step()
+        taken(model, optimizer, loss_of(model))
 
 
 def ticked_behind_a_step_that_the_scaler_refused(rank: int, world: int) -> None:
@@ -1005,19 +1193,26 @@ _ONE = (
         teacher_in_float16,
     ),
     *(soft_labels, log_softmax_before_cross_entropy, log_softmax_before_nll, policy, gated, attended, bounded),
+    *(new_head_beside_a_loaded_body, one_of_two_towers_loaded, adapter_loaded_alone, blocks_loaded_from_a_deeper_model),
     *(body_loaded, loaded_again_by_the_right_names, nothing_to_load, loaded_and_replaced, compiled, compiled_blocks),
     *(compiled_in_place, average_compiled_for_later, step_compiled, lengths_that_differ, workers_of_their_own_seeds),
     *(workers_with_an_order_of_the_data_set, workers_of_a_divided_stream, workers_of_one_sample),
     *(workers_with_one_seed_that_nobody_draws_with, discriminator_first, maker_first_and_judge_frozen),
+    *(encoder_stepped_in_turns, encoder_of_two_makers_in_turns, head_stepped_again_by_a_loss_of_its_own),
+    *(judge_first_through_a_maker_with_masters, judge_first_and_the_maker_later, target_that_gets_gradients_in_vain),
+    *(average_of_its_own, average_with_a_shared_encoder, average_that_begins_later, average_where_there_is_one),
+    shadow_and_model_by_other_names_elsewhere,
     *(actor_critic_and_temperature, two_towers_and_a_temperature, teacher_beside, average_beside),
     *(tied_again_after_a_load, told_apart_by_a_load),
     *(average_of_a_patched_model, copy_that_only_keeps_weights, body_behind_a_forward_of_its_own),
     *(optimizer_made_again, two_on_one_model, step_in_the_backward, of_lightning, sharpness_aware, closure),
     *(lent_weights, ensemble),
     *(recomputed_with_nothing_to_draw, recomputed_with_a_seed_of_its_own),
+    *(recomputed_in_a_row, recomputed_in_a_row_over_what_is_frozen),
     *(by_autograd, by_a_function, several_losses, recomputed, accumulated, warm_up_alone, warm_up_then_cosine),
     *(falling_to_nothing, ticked_by_epoch, resumed_with_its_schedule, resumed_inside_the_first_pass, wound_forward),
-    *(ticked_behind_a_step_that_the_scaler_refused,),
+    *(ticked_behind_a_step_that_the_scaler_refused, wound_forward_in_the_loop, ticked_at_the_top_but_first),
+    wound_forward_by_one_in_a_loop_of_its_own,
 )
 _ACCELERATED = (accelerated_in_windows, accelerated_and_divided_by_hand, ticked_in_windows_of_accelerate)
 _TWO = (

@@ -248,6 +248,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.loaded-nothing": evolve(
         FINE, window=WindowFacts(loaded=(Loaded(model="Net", given=9, key="module.head.bias", near="head.bias"),))
     ),
+    "run.average-idle": evolve(FINE, window=WindowFacts(mixed=(("train.py:9", "average", "model"),))),
     "run.workers-alike": evolve(
         FINE, window=WindowFacts(workers=(WorkersAlike(loader="Rows", workers=4, what="give the same samples"),))
     ),
@@ -281,6 +282,10 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.checkpoint-forgets": evolve(FINE, window=WindowFacts(forgetful=("Block",))),
     "run.checkpoint-norms": evolve(FINE, window=WindowFacts(renormalised=("Block",))),
     "run.stepped-twice": later(course=CourseFacts(twice=NAMES[:1], steppers=("AdamW", "SGD"))),
+    "run.average-idle": evolve(FINE, window=WindowFacts(never_updated=("AveragedModel",))),
+    "run.loaded-nothing": evolve(
+        FINE, window=WindowFacts(loaded=(Loaded(model="Net", given=2, key="model", near="head.bias", inside=True),))
+    ),
     "run.no-master-weights": with_params(dtype="bfloat16"),
     "run.missed": later(params=(evolve(RUNNING.params[0], known=False, served=False), *RUNNING.params[1:])),
     "run.orphans": later(held=(NAMES[1:],), orphans=(1,)),

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import _composable as composable
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as fn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.audit.by_libraries import engine_of
@@ -144,6 +145,32 @@ def loaded_under_other_names(rank: int, world: int) -> None:
     taken(model, adam(model), loss_of(model))
 
 
+def loaded_from_what_nothing_is_left_of(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({key: one for key, one in net().state_dict().items() if "missing" in key}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def loaded_from_around_the_state(rank: int, world: int) -> None:
+    model = net()
+    model.load_state_dict({"epoch": 3, "model": net().state_dict()}, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def body_loaded_under_its_prefix(rank: int, world: int) -> None:
+    model = net()
+    state = {key if "head" in key else f"encoder.{key}": value for key, value in net().state_dict().items()}
+    model.load_state_dict(state, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
+def compiled_blocks_loaded_uncompiled(rank: int, world: int) -> None:
+    model = net()
+    state = {key.replace(".inner", "._orig_mod.inner"): value for key, value in net().state_dict().items()}
+    model.load_state_dict(state, strict=False)
+    taken(model, adam(model), loss_of(model))
+
+
 def teacher_loaded_without_its_prefix(rank: int, world: int) -> None:
     model, teacher = net(), nn.Sequential(net()).requires_grad_(requires_grad=False).eval()
     teacher.load_state_dict(net().state_dict(), strict=False)
@@ -164,6 +191,36 @@ def recomputed_reentrantly_with_other_random_numbers(rank: int, world: int) -> N
 
     x = checkpoint(dropped, model.enter(X), use_reentrant=True, preserve_rng_state=False)
     taken(model, adam(model), fn.cross_entropy(model.head(x), Y))
+
+
+def in_a_row() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+        *(nn.Linear(WIDTH, 4), nn.Identity()),
+    )
+
+
+def recomputed_in_a_row_with_other_random_numbers(rank: int, world: int) -> None:
+    model = in_a_row()
+    output = checkpoint_sequential(model, 3, X, use_reentrant=False, preserve_rng_state=False)
+    taken(model, adam(model), fn.cross_entropy(output, Y))
+
+
+def recomputed_in_a_row_over_norms(rank: int, world: int) -> None:
+    model = in_a_row()
+    taken(model, adam(model), fn.cross_entropy(checkpoint_sequential(model, 3, X, use_reentrant=False), Y))
+
+
+def recomputed_in_a_row_over_inputs(rank: int, world: int) -> None:
+    model = in_a_row()
+    taken(model, adam(model), fn.cross_entropy(checkpoint_sequential(model, 3, X, use_reentrant=True), Y))
+
+
+def recomputed_in_place_over_norms(rank: int, world: int) -> None:
+    model = in_a_row()
+    composable.checkpoint(model[3])
+    taken(model, adam(model), fn.cross_entropy(model(X), Y))
 
 
 def recomputed_over_norms(rank: int, world: int) -> None:
@@ -279,12 +336,119 @@ def other_model_replaced_under_its_optimizer(rank: int, world: int) -> None:
     assert second is not None
 
 
+def maker_copied_under_its_optimizer(rank: int, world: int) -> None:
+    """The judge is stepped first, and gradients flow through the maker."""
+    maker, judge = nn.Linear(8, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    first, second = adam(judge), adam(maker)
+    maker = copy.deepcopy(maker)
+    taken(judge, first, judge(maker(torch.randn(4, 8))).mean() - judge(X).mean())
+    assert second is not None
+
+
+def maker_copied_and_stepped_first(rank: int, world: int) -> None:
+    """The judge has more parameters, and an optimizer that holds them."""
+    maker, judge = nn.Linear(8, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    first, second = adam(maker), adam(judge)
+    before, maker = maker, copy.deepcopy(maker)
+    taken(maker, first, -judge(maker(torch.randn(4, 8))).mean())
+    assert (before, second) is not None
+
+
+def stepped_by_two_in_a_row(rank: int, world: int) -> None:
+    model = net()
+    both, head = adam(model), torch.optim.SGD(model.head.parameters(), 0.1)
+    loss_of(model).backward()
+    both.step()
+    head.step()
+
+
+def stepped_by_two_in_a_loop(rank: int, world: int) -> None:
+    model = net()
+    optimizers = [torch.optim.SGD(model.head.parameters(), 0.1), adam(model)]
+    loss_of(model).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def stepped_by_two_through_a_scaler(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    both, head = adam(model), torch.optim.SGD(model.head.parameters(), 0.1)
+    scaler.scale(loss_of(model)).backward()
+    scaler.unscale_(both)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(both)
+    scaler.step(head)
+    scaler.update()
+
+
+def mix(average: nn.Module, model: nn.Module, decay: float = 0.9) -> None:
+    with torch.no_grad():
+        for held, param in zip(average.parameters(), model.parameters(), strict=True):
+            held.mul_(decay).add_(param, alpha=1 - decay)
+
+
+def average_that_is_the_model(rank: int, world: int) -> None:
+    model = net()
+    target = model
+    taken(model, adam(model), loss_of(model))
+    mix(target, model)
+
+
+def average_that_shares_its_weights(rank: int, world: int) -> None:
+    model = net()
+    shadow = copy.copy(model)
+    taken(model, adam(model), loss_of(model))
+    for name, value in shadow.state_dict().items():
+        value.lerp_(model.state_dict()[name], 0.1)
+
+
+class Distilled:
+    def __init__(self) -> None:
+        self.student = net()
+        self.teacher = self.student
+
+    def follow(self) -> None:
+        for held, param in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            held.data = 0.9 * held.data + 0.1 * param.data
+
+    def train(self) -> None:
+        taken(self.student, adam(self.student), loss_of(self.student))
+        self.follow()
+
+
+def teacher_that_is_the_student(rank: int, world: int) -> None:
+    Distilled().train()
+
+
 def ticked_at_the_top(rank: int, world: int) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = rates.MultiStepLR(optimizer, [1, 30])
     scheduler.step()
     taken(model, optimizer, loss_of(model))
+
+
+def ticked_at_the_top_of_the_loop(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.MultiStepLR(optimizer, [1, 30])
+    for _ in range(3):
+        scheduler.step()
+        taken(model, optimizer, loss_of(model))
+
+
+def ticked_at_the_top_of_an_epoch(rank: int, world: int) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = rates.StepLR(optimizer, 1)
+
+    def epoch() -> None:
+        for _ in range(3):
+            taken(model, optimizer, loss_of(model))
+
+    for _ in range(3):
+        scheduler.step()
+        epoch()
 
 
 def ticked_by_micro_batch(rank: int, world: int) -> None:
@@ -375,9 +539,21 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, rule="run.clipped-scaled") for run in (clipped_before_backward, clipped_by_a_spent_generator)),
     *(Loop(run, ranks=2, rule="run.clipped-scaled") for run in (clipped_shards, clipped_flat_shards)),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
+    *(
+        Loop(run, rule="run.loaded-nothing")
+        for run in (
+            *(loaded_from_what_nothing_is_left_of, loaded_from_around_the_state, body_loaded_under_its_prefix),
+            compiled_blocks_loaded_uncompiled,
+        )
+    ),
     Loop(recomputed_with_other_random_numbers, rule="run.checkpoint-forgets"),
     Loop(recomputed_reentrantly_with_other_random_numbers, rule="run.checkpoint-forgets"),
-    Loop(recomputed_over_norms, rule="run.checkpoint-norms"),
+    Loop(recomputed_in_a_row_with_other_random_numbers, rule="run.checkpoint-forgets"),
+    Loop(recomputed_in_a_row_over_inputs, rule="run.reentrant-frozen"),
+    *(
+        Loop(run, rule="run.checkpoint-norms")
+        for run in (recomputed_over_norms, recomputed_in_a_row_over_norms, recomputed_in_place_over_norms)
+    ),
     *(
         Loop(run, rule="run.forward-elsewhere")
         for run in (
@@ -392,9 +568,15 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, rule="run.workers-alike") for run in (workers_of_an_undivided_stream, workers_with_one_seed)),
     Loop(workers_with_copies_of_a_generator, rule="run.workers-alike"),
     *(Loop(run, rule="run.ticked-early") for run in (ticked_at_the_top, ticked_by_micro_batch)),
+    *(Loop(run, rule="run.ticked-early") for run in (ticked_at_the_top_of_the_loop, ticked_at_the_top_of_an_epoch)),
     Loop(resumed_without_its_schedule, rule="run.ticked-early"),
     Loop(backward_past_accelerate, "accelerate", rule="run.undivided"),
     Loop(other_model_replaced_under_its_optimizer, rule="run.orphans"),
+    *(Loop(run, rule="run.orphans") for run in (maker_copied_under_its_optimizer, maker_copied_and_stepped_first)),
+    *(Loop(run, rule="run.average-idle") for run in (average_that_is_the_model, average_that_shares_its_weights)),
+    Loop(teacher_that_is_the_student, rule="run.average-idle"),
+    *(Loop(run, rule="run.stepped-twice") for run in (stepped_by_two_in_a_row, stepped_by_two_in_a_loop)),
+    Loop(stepped_by_two_through_a_scaler, rule="run.stepped-twice"),
     *(
         Loop(run, "transformers", rule="run.trainer-schedule")
         for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer, longer_than_the_trainer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,36 @@ model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
 """
 DDP = "model = DistributedDataParallel(model)"
+
+
+ONE_WITHOUT_SYNC = """
+import torch.distributed as dist
+import torch
+from contextlib import nullcontext
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with nullcontext() if dist.get_rank() else model.no_sync():
+    model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+EACH_FOR_THE_OTHER = """
+import torch.distributed as dist
+import torch
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = dist.new_group([0, 1])
+loss = model(torch.ones(2, 4)).sum()
+if dist.get_rank() == 0:
+    dist.barrier(other)
+loss.backward()
+dist.barrier(other)
+optimizer.step()
+"""
+SLOW = "import time; time.sleep(13 * dist.get_rank())  # as one rank reads a large file"
 
 
 def _script(folder: Path, **parts: str) -> str:
@@ -58,6 +90,37 @@ def test_a_script_that_fails_gives_three(tmp_path: Path, forked_torchrun: list[R
         forked_torchrun
     )
     assert "OSError: gone" in "".join(one.err for one in forked_torchrun)
+
+
+def _hangs(folder: Path, text: str) -> str:
+    """What is written of a script that would hang until gloo gives up, after half an hour."""
+    (folder / "train.py").write_text(text)
+    began = time.monotonic()
+    done = python("-m", "prepkit", "audit", "--torchrun", "2", str(folder / "train.py"), TMPDIR=str(folder))
+    assert time.monotonic() - began < 90.0
+    assert done.returncode == 3, done.stderr
+    return done.stderr
+
+
+def test_a_rank_that_waits_in_a_backward_for_one_without_sync_is_named(tmp_path: Path) -> None:
+    said = _hangs(tmp_path, ONE_WITHOUT_SYNC)
+    assert "Rank 0 has come to its first step, and rank 1 has not" in said
+    assert "rank 0 has called a model 1 time (1 inside no_sync())" in said
+    assert re.search(r"Rank 1 has waited for other ranks for 1\d s, in backward \(train.py:10\)", said), said
+
+
+def test_ranks_that_wait_for_each_other_are_named_and_ended(tmp_path: Path) -> None:
+    said = _hangs(tmp_path, EACH_FOR_THE_OTHER)
+    first = "rank 0 has called a model 1 time and gone backward 0 times, in barrier (train.py:11)"
+    second = "rank 1 has called a model 1 time and gone backward 1 time, in backward (train.py:12)"
+    assert f"Every rank waits for another one: {first}; {second}" in said
+
+
+def test_a_rank_that_is_slow_before_its_backward_is_waited_for(tmp_path: Path) -> None:
+    text = SCRIPT.format(wrapped=f"{DDP}\n{SLOW}", params="model.parameters()", fails="")
+    (tmp_path / "train.py").write_text(text)
+    done = python("-m", "prepkit", "audit", "--torchrun", "2", str(tmp_path / "train.py"), TMPDIR=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,21 @@ import sysconfig
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from prepkit.objects import names, zero3
+from prepkit.objects import names
 from prepkit.objects.bare_tree import SAVE, is_sharded
 
 SENDS = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv", "all_to_all", "all_to_all_single"})
 """Calls that hand tensors from one rank to another, which no average does."""
 AVERAGES = frozenset({"all_reduce", "all_reduce_coalesced", "average_parameters"})
-MIXES = frozenset({"mul_", "add_", "sub_", "lerp_"})
 OF_WEIGHTS = frozenset({"grad", "parameters", "named_parameters", "average_parameters"})
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[2])
@@ -34,7 +34,7 @@ def averages_by_hand() -> str:
     """The function of the caller's code that names an all-reduce beside gradients or parameters; empty: none does."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not _foreign(frame.f_code.co_filename):
+        if not is_foreign(frame.f_code.co_filename):
             for code in (frame.f_code, *_of_module(frame.f_globals)):
                 if AVERAGES & (used := _names(code)) and OF_WEIGHTS & used:
                     return f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
@@ -47,7 +47,7 @@ def sends_by_hand() -> str:
 
     From rank to rank, or by a collective in a function of autograd.
     """
-    for one in _own_frames():
+    for one in own_frames():
         known = one.f_globals
         functions = [value for value in known.values() if _is_kind(value, torch.autograd.Function)]
         inside = [code for value in functions for code in _of_module(vars(value))]
@@ -90,10 +90,10 @@ def averages_weights(reduced: Container[str]) -> str:
     ``torch.distributed.algorithms.model_averaging`` counts too; what is summed of gradients does not, nor does a
     function that nobody calls. ``reduced``: lines that have run before the first step, as to begin alike.
     """
-    own = _own_frames()
+    own = own_frames()
     imported = (code.co_filename for one in own for code in _of_module(one.f_globals))
-    trees = {file: _parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
-    called = {_name(one) for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    trees = {file: parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
+    called = {name_of(one) for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.Call)}
     for file, tree in trees.items():
         functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
         idle = {id(one) for function in functions for one in ast.walk(function)}
@@ -106,34 +106,42 @@ def averages_weights(reduced: Container[str]) -> str:
 def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
     """Yield calls that average what a loop over parameters gives, or one vector of them all."""
     every = list(ast.walk(tree))
-    rows = {
-        ast.unparse(one.targets[0]) for one in every if isinstance(one, ast.Assign) and _weights(one.value, "_to_v")
-    }
+    assigned = (one for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v"))
+    rows = {ast.unparse(one.targets[0]) for one in assigned}
     for node in every:
         loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
-        over = [one.target for one in loops if _weights(one.iter, "param") or _weights(one.iter, "state_dict")]
+        over = [one.target for one in loops if any(names_weights(one.iter, word) for word in ("param", "state_dict"))]
         names = {one.id for target in over for one in ast.walk(target) if isinstance(one, ast.Name)}
         inside = ast.walk(node) if names else [node]
         for one in inside:
-            if isinstance(one, ast.Call) and _name(one) == "average_parameters":
+            if isinstance(one, ast.Call) and name_of(one) == "average_parameters":
                 yield one
-            elif isinstance(one, ast.Call) and _name(one) == "all_reduce" and one.args:
+            elif isinstance(one, ast.Call) and name_of(one) == "all_reduce" and one.args:
                 given = ast.unparse(one.args[0])
                 if re.split(r"\W", given)[0] in names | rows and "grad" not in given:
                     yield one
 
 
-def _weights(node: ast.AST, word: str) -> bool:
+def names_weights(node: ast.AST, word: str) -> bool:
     """Return whether an expression says that it is about parameters, and not about their gradients."""
     text = ast.unparse(node)
     return word in text and "grad" not in text.replace("requires_grad", "")
 
 
-def _name(call: ast.Call) -> str:
+def name_of(call: ast.Call) -> str:
+    """The name of the function or method that is called; empty: it has none."""
     return str(getattr(call.func, "attr", getattr(call.func, "id", "")))
 
 
-def _parsed(file: str) -> ast.AST:
+def texts_of_program() -> dict[str, str]:
+    """The text of the caller's files, and of those of its own that are imported."""
+    imported = (getattr(one, "__file__", None) or "<" for one in [*sys.modules.values()])
+    every = (*(one.f_code.co_filename for one in own_frames()), *(one for one in imported if one.endswith(".py")))
+    files = [one for one in dict.fromkeys(every) if not is_foreign(one) and Path(one).is_file()]
+    return {one: Path(one).read_text(encoding="utf-8", errors="replace") for one in files}
+
+
+def parsed(file: str) -> ast.AST:
     """Of what is no file of Python, or is gone, an empty module."""
     try:
         return ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -150,15 +158,111 @@ def frames_above(file: str) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _own_frames() -> list[FrameType]:
+def own_frames() -> list[FrameType]:
     """Frames of the caller's files, the innermost first."""
-    return [one for one in frames_above(__file__) if not _foreign(one.f_code.co_filename)]
+    return [one for one in frames_above(__file__) if not is_foreign(one.f_code.co_filename)]
 
 
 def line_of_program(frames: Iterable[FrameType]) -> str:
     """The innermost line that is neither of a library nor of prepkit: ``train.py:31``; empty: there is none."""
-    found = (one for one in frames if not _foreign(one.f_code.co_filename))
+    found = (one for one in frames if not is_foreign(one.f_code.co_filename))
     return next((f"{Path(one.f_code.co_filename).name}:{one.f_lineno}" for one in found), "")
+
+
+Line = tuple[CodeType, int]
+"""Where a program stands in one of its functions."""
+
+
+def lines_of_program(frames: Iterable[FrameType]) -> list[Line]:
+    """The lines of these frames that are neither of a library nor of prepkit, the innermost first."""
+    return [(one.f_code, one.f_lineno) for one in frames if not is_of_library(one)]
+
+
+def in_one_loop(before: Iterable[Line], now: Iterable[Line]) -> bool:
+    """Return whether the innermost loop around the line of ``before``, in a function in which both stand, has both."""
+    known = dict(reversed([*before]))
+    code, line = next((one for one in now if one[0] in known), (None, 0))
+    if code is None:
+        return False
+    loops = [one for one in ast.walk(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
+    around = [(begin, end) for begin, end in spans if begin <= known[code] <= end and begin >= code.co_firstlineno]
+    return any(begin <= line <= end for begin, end in sorted(around)[-1:])
+
+
+BESIDE_STEPS = frozenset({"step", "update", "unscale_", "clip_grad_norm_", "clip_grad_value_"})
+"""Methods and functions that make and clear no gradient."""
+
+
+def stepped_next(frames: Iterable[FrameType]) -> list[Any]:
+    """What the program steps behind the step that begins, with nothing between that makes or clears gradients.
+
+    By the lines behind it, and the loop over several that it stands in. What lines name otherwise than by names and
+    attributes is left out.
+    """
+    frame = next((one for one in frames if not is_of_library(one)), None)
+    if frame is None:
+        return []
+    found: list[Any] = []
+    for body, loop in _bodies(parsed(frame.f_code.co_filename), frame.f_lineno):
+        at = next(at for at, one in enumerate(body) if one.lineno <= frame.f_lineno <= (one.end_lineno or 0))
+        behind = [*takewhile(_is_beside, body[at + 1 :])]
+        found += [known(frame, one) for node in behind for one in _receivers(node)]
+        if len(behind) < len(body) - at - 1 or not (isinstance(loop, ast.For) and all(map(_is_beside, body))):
+            break
+        over = [known(frame, one) for one in loop.iter.elts] if isinstance(loop.iter, ast.List | ast.Tuple) else None
+        given = over if over is not None else known(frame, loop.iter)
+        found += given if isinstance(given, list | tuple) else []
+    return [one for one in found if one is not None]
+
+
+def _bodies(tree: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.AST]]:
+    """Lists of statements around a line, the innermost first, each with whose body it is; those of its function."""
+    found: list[tuple[list[ast.stmt], ast.AST]] = []
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            body = getattr(node, name, None)
+            if isinstance(body, list) and body and body[0].lineno <= line <= (body[-1].end_lineno or 0):
+                found.append((body, node if name == "body" else tree))
+    found.sort(key=lambda one: (one[0][-1].end_lineno or 0) - one[0][0].lineno)
+    inside = [*takewhile(lambda one: not isinstance(one[1], ast.FunctionDef | ast.AsyncFunctionDef), found)]
+    return [*inside, *found[len(inside) : len(inside) + 1]]
+
+
+def _is_beside(node: ast.stmt) -> bool:
+    """Return whether a statement is a step, or what stands beside steps, and nothing else."""
+    calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+    steps = (one for one in calls if not isinstance(one.func, ast.Attribute) or one.func.attr != "parameters")
+    return isinstance(node, ast.Expr) and bool(calls) and all(name_of(one) in BESIDE_STEPS for one in steps)
+
+
+def _receivers(node: ast.stmt) -> list[ast.expr]:
+    """What a statement steps: the object of ``step``, and what is given to it, as to a scaler's."""
+    call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+    if call is None or not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
+        return []
+    return [call.func.value, *call.args]
+
+
+def known(frame: FrameType, node: ast.expr) -> Any:
+    """What a name, or an attribute of one, stands for in a frame, without a call of its code; None: that is unknown."""
+    match node:
+        case ast.Name(name):
+            return frame.f_locals.get(name, frame.f_globals.get(name))
+        case ast.Attribute(value, name):
+            return getattr(known(frame, value), "__dict__", {}).get(name)
+        case _:
+            return None
+
+
+def is_of_library(frame: FrameType) -> bool:
+    """Return whether its code is no program's, but a library's or prepkit's."""
+    return is_foreign(frame.f_code.co_filename)
+
+
+def called_by_program(frames: Iterable[FrameType]) -> bool:
+    """Return whether the innermost of these frames is of the program, and of no library."""
+    return not any(map(is_of_library, islice(frames, 1)))
 
 
 def accelerate_window(optimizers: Any) -> tuple[bool, bool]:
@@ -212,7 +316,7 @@ def saves_state(model: nn.Module) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for file in files:
         meant: dict[str, bool] = {}
-        for one in ast.walk(_parsed(file)):
+        for one in ast.walk(parsed(file)):
             if isinstance(one, ast.Assign):
                 for name in ast.walk(ast.Tuple(one.targets, ast.Store())):
                     if isinstance(name, ast.Name):
@@ -225,50 +329,9 @@ def saves_state(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def mixes_empty(model: nn.Module) -> tuple[str, ...]:
-    """Where the caller's files mix the parameters of two modules, as a momentum copy does, while ZeRO-3 has them empty.
-
-    In a loop over a ``zip`` of both, but inside a ``with`` that gathers them; what copies alone is how a copy begins.
-    """
-    root = names.unwrap_root(model)[-1]
-    if not any(map(zero3.is_partitioned, root.parameters())):
-        return ()
-    homes = (getattr(sys.modules.get(type(one).__module__), "__file__", None) or "<" for one in root.modules())
-    files = (*(one.f_code.co_filename for one in _own_frames()), *(home for home in homes if not _foreign(home)))
-    found: dict[str, None] = {}
-    for file in dict.fromkeys(files):
-        for loop in _ungathered(_parsed(file)):
-            if isinstance(loop, ast.For) and _zips_weights(loop.iter):
-                targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
-                mixed = (one for node in loop.body for one in _ungathered(node) if _mixes(one, targets))
-                found.update((f"{Path(file).name}:{one.lineno}: {ast.unparse(one)}", None) for one in mixed)
-    return tuple(found)
-
-
-def _zips_weights(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or _name(node) != "zip":
-        return False
-    return sum(_weights(one, "param") for one in node.args) > 1
-
-
-def _mixes(node: ast.AST, targets: Container[str]) -> TypeGuard[ast.stmt]:
-    """Return whether a statement writes what it computes into one of the targets, or into its data."""
-    match node:
-        case ast.Assign(targets=[ast.Attribute(value=ast.Name(name), attr="data")], value=ast.BinOp()):
-            return name in targets
-        case ast.Expr(value=ast.Call() as call):
-            written = re.match(r"(\w+)\.(?!grad\b)", ast.unparse(call))
-            inside = [*ast.walk(call)]
-            calls = {one.attr for one in inside if isinstance(one, ast.Attribute)}
-            computed = "copy_" in calls and any(isinstance(one, ast.BinOp) for one in inside)
-            return written is not None and written[1] in targets and (computed or bool(MIXES & calls))
-        case _:
-            return False
-
-
 def _program(root: nn.Module) -> tuple[tuple[str, ...], set[str]]:
     """Return the caller's files, and names there that stand for something else than the model."""
-    frames = _own_frames()
+    frames = own_frames()
     known = {name: value for one in frames for name, value in (*one.f_globals.items(), *one.f_locals.items())}
     others = {name for name, value in known.items() if not isinstance(value, nn.Module) or not _is(value, root)}
     return tuple(dict.fromkeys(one.f_code.co_filename for one in frames)), others
@@ -295,12 +358,12 @@ def _is(value: nn.Module, root: nn.Module) -> bool:
 
 def _calls_of(method: str, file: str) -> Iterator[ast.Call]:
     """Yield calls of a method in a file, but inside a ``with`` that gathers parameters."""
-    for node in _ungathered(_parsed(file)):
+    for node in ungathered(parsed(file)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
             yield node
 
 
-def _ungathered(tree: ast.AST) -> Iterator[ast.AST]:
+def ungathered(tree: ast.AST) -> Iterator[ast.AST]:
     """Yield every node of a tree, but those inside a ``with`` that gathers parameters."""
     waiting = [tree]
     while waiting:
@@ -321,7 +384,8 @@ _NO_MODEL = re.compile(r"token|process|config|optim|sched", re.IGNORECASE)
 _GATHERS = re.compile(r"GatheredParameters|summon_full_params")
 
 
-def _foreign(file: str) -> bool:
+def is_foreign(file: str) -> bool:
+    """Return whether a file is a library's or prepkit's."""
     return file.startswith((*_LIBRARIES, _OURS, "<"))
 
 
@@ -331,7 +395,7 @@ def _of_module(held_there: dict[str, Any]) -> Iterator[CodeType]:
         held = vars(value).values() if isinstance(value, type) else (value,)
         for one in held:
             function = one.__func__ if isinstance(one, MethodType | staticmethod | classmethod) else one
-            if isinstance(function, FunctionType) and not _foreign(function.__code__.co_filename):
+            if isinstance(function, FunctionType) and not is_foreign(function.__code__.co_filename):
                 yield function.__code__
 
 
@@ -344,7 +408,8 @@ def _names(code: CodeType) -> set[str]:
 @contextmanager
 def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
     """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
-    plain = vars(home)[name]
+    own = name in vars(home)
+    plain = vars(home)[name] if own else getattr(home, name)
 
     @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
     def instead(*args: Any, **kwargs: Any) -> Any:
@@ -357,4 +422,4 @@ def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any 
         yield
     finally:
         for one in homes:
-            setattr(one, name, plain)
+            setattr(one, name, plain) if own else delattr(one, name)

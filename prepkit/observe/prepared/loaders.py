@@ -16,7 +16,7 @@ from prepkit.facts.run import Division, PreparedLoader
 from prepkit.facts.window import OddSample
 from prepkit.formats.models.architecture import peek
 from prepkit.observe.loaders import loader_facts
-from prepkit.observe.prepared.reading import first_reads
+from prepkit.observe.prepared.reading import divides_itself, first_reads
 from prepkit.ranks.world import world
 
 SHOWN = 64
@@ -82,10 +82,11 @@ def _division(loader: Any) -> tuple[Division, int, int]:
 def _parts(loader: Any) -> int:
     """Of all that divides inside a loader that accelerate divides: the product.
 
-    accelerate's own loaders cut a stream of ``datasets``, or let rank 0 read it for all, whoever has split it before.
+    accelerate's own loaders cut a stream, or let rank 0 read it for all, whoever has split it before.
     """
     parts, chain = 1, _chain(loader)
     accelerates = any(type(one).__module__.startswith("accelerate.") and hasattr(one, "process_index") for one in chain)
+    itself = any(type(one).__module__.partition(".")[0] != "accelerate" and divides_itself(one) for one in chain)
     for one in chain:
         ours = type(one).__module__.startswith("accelerate.")
         if (split := getattr(one, "_distributed", None)) is not None:
@@ -94,8 +95,9 @@ def _parts(loader: Any) -> int:
             told = getattr(one, "num_replicas", None) or getattr(one, "num_processes", None)
             parts *= told if isinstance(told, int) and told > 0 else 1
         elif ours and type(one).__name__ in ("DataLoaderShard", "DataLoaderDispatcher") and not accelerates:
-            parts *= world().size if any(hasattr(other, "_distributed") for other in chain) else 1
-    return parts
+            cuts = any(hasattr(other, "_distributed") for other in chain)
+            parts *= world().size if cuts or (itself and type(one).__name__ == "DataLoaderDispatcher") else 1
+    return parts * (world().size if itself else 1)
 
 
 def _content(data: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,12 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader, IterableDataset
 
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.loaders import loader_facts
+from prepkit.ranks.world import world
 
 BATCHES = 4
 """Batches of which the indices are compared; of a stream as many samples."""
@@ -48,6 +51,60 @@ def first_reads(loader: Any) -> tuple[str, str]:
     except Exception:  # code of the user runs here, which may not stand being asked twice
         return "", ""
     return (digest_of(batches), samples) if batches else ("", "")
+
+
+PART = 16
+"""Samples of a stream that are looked for in what it gives a process alone."""
+LEAST = 8
+"""Of them, where it is shorter; as many are hardly in one order by chance."""
+READ = 256
+"""Samples that are read there at most."""
+RANK = ("rank", "process_index", "global_rank", "local_rank", "shard_id")
+WORLD = ("world_size", "num_replicas", "num_processes", "num_shards", "world")
+"""Attributes by which a stream knows its rank, and how many there are."""
+
+
+def divides_itself(data: Any) -> bool:
+    """Return whether a stream gives this rank, in its order, a part of what it gives a process that is alone.
+
+    Copies are asked, under generators that are put back; False where nothing can be told.
+    """
+    ranks = world()
+    if ranks.size == 1 or not isinstance(data, IterableDataset) or type(data).__module__.startswith("datasets."):
+        return False
+    try:
+        with generators_kept():
+            mine = [*map(digest_of, islice(iter(copy.deepcopy(data)), PART))]
+        with generators_kept(), as_if_alone():
+            whole = copy.deepcopy(data)
+            for names, value, other in ((RANK, ranks.rank, 0), (WORLD, ranks.size, 1)):
+                known = {name for name in names if type(vars(whole).get(name)) is int and vars(whole)[name] == value}
+                vars(whole).update(dict.fromkeys(known, other))
+            every = [*map(digest_of, islice(iter(whole), min(READ, PART * (ranks.size + 1))))]
+    except Exception:  # code of the user runs here, which may not stand being asked twice
+        return False
+    rest = iter(every)
+    return len(mine) >= LEAST and mine != every[: len(mine)] and all(one in rest for one in mine)
+
+
+@contextmanager
+def as_if_alone() -> Iterator[None]:
+    """Inside, what a program asks for its rank answers as in a process that is alone."""
+    alone: dict[str, Any] = {"get_rank": lambda *_, **__: 0, "get_world_size": lambda *_, **__: 1}
+    state: Any = sys.modules.get("accelerate.state")
+    shared = () if state is None else (state.PartialState._shared_state, state.AcceleratorState._shared_state)
+    numbers = {"process_index": 0, "local_process_index": 0, "num_processes": 1}
+    places: list[tuple[Any, dict[str, Any]]] = [(vars(home), alone) for home in (torch.distributed, distributed_c10d)]
+    places += [(one, numbers) for one in shared]
+    places.append((os.environ, {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}))
+    kept = [(place, {name: place[name] for name in told if name in place}) for place, told in places]
+    try:
+        for (place, before), (_, told) in zip(kept, places, strict=True):
+            place.update({name: told[name] for name in before})
+        yield
+    finally:
+        for place, before in kept:
+            place.update(before)
 
 
 def _copied(sampler: Any, data: Any) -> Any:

@@ -43,6 +43,10 @@ def _early(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("scheduler", f"`{scheduler.name}` is made for {horizon} ticks, and a pass has {steps} steps.")
 
 
+REFUSED = 16
+"""Steps that a ``GradScaler`` may refuse until its scale fits, behind which a scheduler ticks."""
+
+
 def _ticked(facts: RunFacts) -> Iterator[Hit]:
     scheduler = facts.scheduler
     if scheduler is None or not facts.optimizers or not scheduler.drives_optimizer:
@@ -55,6 +59,11 @@ def _ticked(facts: RunFacts) -> Iterator[Hit]:
         what = f"`{scheduler.name}` has {count(ticks, 'tick')}, and `{name}` has not stepped"
         yield Hit("scheduler", f"{what}: the first rates are left out, or the optimizer's state was not loaded.")
     steps = max((one.counted or 0 for one in facts.optimizers), default=0)
+    ticks = min(scheduler.early, scheduler.ticked or 0)
+    if seen is None and facts.accumulation is None and steps and ticks >= 2 * steps and ticks - steps > REFUSED:
+        what = f"`{scheduler.name}` has {count(ticks, 'tick')}, and `{name}` {count(steps, 'step')}: it ends early."
+        fix = "Call scheduler.step() once for each optimizer.step(), and for no micro-batch; nothing, where the state "
+        yield Hit("scheduler", what, f"{fix}of the optimizer was cleared on purpose.")
     if seen is not None and steps and scheduler.by_batch and not (scheduler.ticked or scheduler.early):
         what = f"`{name}` goes on after {count(steps, 'step')}, and `{scheduler.name}` has not been ticked"
         fix = "Load the state of both, scheduler.load_state_dict too; nothing, where a new schedule is meant to begin."

@@ -242,10 +242,17 @@ def _twice(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("optimizer", what)
     if facts.running:
         return
+    for name, again in facts.window.again if facts.window is not None else ():
+        what = f"`{facts.optimizers[0].name}` steps {count(len(again), 'parameter')}, and `{name}` right behind it"
+        yield Hit("optimizer", f"{what}, by the same gradients: {some(again)}.")
+        return
     counted = Counter(name for optimizer in facts.optimizers for name in optimizer.held)
-    twice = tuple(name for name, number in counted.items() if number > 1)
-    if twice:
-        names = " and ".join(f"`{one.name}`" for one in facts.optimizers if set(one.held) & set(twice))
+    shared = {name for name, number in counted.items() if number > 1}
+    without = set(facts.gradients.missing) if facts.window is not None and facts.gradients is not None else None
+    steps = [one for one in facts.optimizers if without is None or not set(one.held) - shared <= without]
+    held = Counter(name for one in steps for name in one.held)  # others may step what a later backward gives
+    if twice := tuple(name for name in counted if held[name] > 1):
+        names = " and ".join(f"`{one.name}`" for one in steps if set(one.held) & set(twice))
         yield Hit("optimizer", f"{names} both step {count(len(twice), 'parameter')}: {some(twice)}.")
 
 

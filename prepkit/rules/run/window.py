@@ -210,9 +210,30 @@ def _clipped(facts: RunFacts) -> Iterator[Hit]:
 
 def _loaded(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.loaded if facts.window is not None else ():
-        what = f"load_state_dict(strict=False) took none of {count(one.given, 'key')}, such as `{one.key}`"
-        near = f"; the model has `{one.near}`" if one.near else ", none of which the model has"
-        yield Hit(one.model, f"{what}{near}.", milder=not one.near)
+        call = "load_state_dict(strict=False)"
+        if one.lost:
+            what = f"{call} left out {one.lost} of {count(one.given, 'key')} under other names, such as `{one.key}`"
+            yield Hit(one.model, f"{what}; the model has `{one.near}`.", milder=True)
+        elif one.inside:
+            what = f"{call} took none of {count(one.given, 'key')}: the model's, such as `{one.near}`, stand inside"
+            yield Hit(one.model, f"{what} `{one.key}`.", f"Write load_state_dict(state[{one.key!r}]).")
+        elif not one.given:
+            fix = "Look at what chooses the keys; nothing, where there may be none to load."
+            yield Hit(one.model, f"{call} was given an empty dict.", fix, milder=True)
+        else:
+            what = f"{call} took none of {count(one.given, 'key')}, such as `{one.key}`"
+            near = f"; the model has `{one.near}`" if one.near else ", none of which the model has"
+            yield Hit(one.model, f"{what}{near}.", milder=not one.near)
+
+
+def _averages(facts: RunFacts) -> Iterator[Hit]:
+    seen = facts.window
+    for line, one, other in seen.mixed if seen is not None else ():
+        what = f"`{one}` and `{other}` are one model, or share all weights: {line} mixes them with themselves."
+        yield Hit("model", what)
+    for name in seen.never_updated if seen is not None else ():
+        what = f"`{name}` was made, and no file of the program calls its update_parameters: it stays as it began."
+        yield Hit("model", what, "Call it behind optimizer.step().", milder=True)
 
 
 def _idle(facts: RunFacts) -> Iterator[Hit]:
@@ -318,12 +339,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.loaded-nothing",
-        summary="A state dict that is loaded has keys of the model.",
+        summary="A state dict that is loaded has the keys of the model.",
         check=_loaded,
         at=(Moment.AUDIT,),
         fix="Rename the keys, as by removeprefix('module.'), and load with strict=True, or look at what it returns.",
-        milder="where no key of the model is like one that was given",
+        milder="where other keys were taken, or no key of the model is like one that was given",
         source=("torch Module.load_state_dict",),
+    ),
+    Rule(
+        id="run.average-idle",
+        summary="An average of weights is kept apart from these, and updated.",
+        check=_averages,
+        at=(Moment.AUDIT,),
+        fix="Write copy.deepcopy(model), or torch.optim.swa_utils.AveragedModel(model), which copies it.",
+        milder="where an average is only left as it began",
+        source=("torch AveragedModel",),
     ),
     Rule(
         id="run.workers-alike",

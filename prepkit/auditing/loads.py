@@ -1,0 +1,131 @@
+"""What ``load_state_dict`` is given while a script runs, and what of it the module takes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+
+from prepkit.facts.window import Loaded
+from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above
+
+
+@define(eq=False)
+class Loads:
+    """Listens inside ``on()``."""
+
+    _last: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
+    """By ``id`` of a module what was wrong with its last load."""
+    _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
+    """Names that were one parameter before a load that replaced parameters, with whose they are."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with around_calls(nn.Module, "load_state_dict", self._loaded):
+            yield
+
+    def lost(self) -> tuple[Loaded, ...]:
+        """Return what living modules did not take."""
+        return tuple(one for module, one in self._last.values() if one is not None and module() is not None)
+
+    def untied(self) -> Iterator[tuple[str, str]]:
+        """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
+        for owner, *pair in self._ties:
+            if (module := owner()) is not None:
+                named = dict(module.named_parameters(remove_duplicate=False))
+                one, other = (named.get(name) for name in pair)
+                if one is not None and other is not None and one is not other and _equal(one, other):
+                    yield pair[0], pair[1]
+
+    def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
+        ties = _tied(module) if named.get("assign") or given[2:3] == (True,) else []
+        result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
+        self._ties += [(weakref.ref(module), *pair) for pair in ties]
+        missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
+        told = _lost(module, state, missing, unexpected) if missing else None
+        self._last[id(module)] = weakref.ref(module), told
+        return result
+
+
+def _lost(module: nn.Module, state: Mapping[Any, Any], missing: list[str], unexpected: set[str]) -> Loaded | None:
+    """Return what a load has left out that it was to take, as it seems: everything, or what has other names."""
+    keys = [key for key in state if isinstance(key, str)]
+    known = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}
+    told = partial(Loaded, model=type(module).__name__, given=len(keys))
+    if unexpected.issuperset(keys):
+        if not keys:
+            return told(key="") if called_by_program(frames_above(__file__)) else None
+        for key in keys:
+            inside = state[key]
+            if isinstance(inside, Mapping) and (near := next((one for one in inside if one in known), "")):
+                return told(key=key, near=near, inside=True)
+        pairs = ((key, name) for key in keys for name in missing if _alike(key, name))
+        key, near = next(pairs, (keys[0], ""))
+        return told(key=key, near=near)
+    renamed = _renamed({key: _shape(state[key]) for key in keys if key in unexpected}, missing, known)
+    return told(key=renamed[0][0], near=renamed[0][1], lost=len(renamed)) if renamed else None
+
+
+def _renamed(
+    given: Mapping[str, tuple[int, ...]], missing: Iterable[str], known: Mapping[str, Tensor]
+) -> list[tuple[str, str]]:
+    """Pairs of a key that was given and the name without a value that it would be, but for words between their dots.
+
+    Those of one word that is too many, or too few, where most keys with that word are such.
+    """
+    wanted = {name: tuple(known[name].shape) for name in missing if name in known}
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    within: Counter[str] = Counter()
+    for key, shape in given.items():
+        for words, name in _without(key):
+            within[words] += 1
+            if wanted.get(name) == shape:
+                found[words].append((key, name))
+    for name, shape in wanted.items():
+        for words, key in _without(name):
+            within[f"+{words}"] += 1
+            if given.get(key) == shape:
+                found[f"+{words}"].append((key, name))
+    words = max(found, key=lambda one: len(found[one]), default="")
+    pairs = found[words] if words else []
+    return pairs if len(pairs) > 1 and 2 * len(pairs) > within[words] else []
+
+
+def _without(key: str) -> Iterator[tuple[str, str]]:
+    """Yield words that stand next to each other in a key, and the key without them."""
+    parts = key.split(".")
+    for begin in range(len(parts) - 1):
+        for end in range(begin + 1, len(parts)):
+            yield ".".join(parts[begin:end]), ".".join((*parts[:begin], *parts[end:]))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _tied(module: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names of one parameter: the first, and each other."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
+    return [(one, other) for one, other in pairs if one != other]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether they hold the same in two places. Reads both."""
+    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
+    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
+    return apart and torch.equal(one, other)
+
+
+def _alike(key: str, name: str) -> bool:
+    """Return whether one is the other behind a prefix."""
+    return key.endswith(f".{name}") or name.endswith(f".{key}")

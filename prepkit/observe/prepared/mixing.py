@@ -1,0 +1,188 @@
+"""Weights of two models that a program mixes, as an average of weights is made: whether there are two of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeGuard
+
+from attrs import frozen
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from prepkit.objects import names, zero3
+from prepkit.observe.prepared.around import (
+    is_foreign,
+    known,
+    name_of,
+    names_weights,
+    own_frames,
+    parsed,
+    texts_of_program,
+    ungathered,
+)
+
+MIXES = frozenset({"mul_", "add_", "sub_", "lerp_"})
+WEIGHTS = frozenset({"parameters", "named_parameters", "state_dict"})
+"""Methods of a model that give its weights."""
+
+
+def mixes_empty(model: nn.Module) -> tuple[str, ...]:
+    """Where the caller's files mix the parameters of two modules, as a momentum copy does, while ZeRO-3 has them empty.
+
+    In a loop over a ``zip`` of both, but inside a ``with`` that gathers them; what copies alone is how a copy begins.
+    """
+    root = names.unwrap_root(model)[-1]
+    if not any(map(zero3.is_partitioned, root.parameters())):
+        return ()
+    homes = (getattr(sys.modules.get(type(one).__module__), "__file__", None) or "<" for one in root.modules())
+    files = (*(one.f_code.co_filename for one in own_frames()), *(home for home in homes if not is_foreign(home)))
+    found: dict[str, None] = {}
+    for file in dict.fromkeys(files):
+        for loop in ungathered(parsed(file)):
+            if isinstance(loop, ast.For) and _zips_weights(loop.iter):
+                targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+                mixed = (one for node in loop.body for one in ungathered(node) if _mixes(one, targets))
+                found.update((f"{Path(file).name}:{one.lineno}: {ast.unparse(one)}", None) for one in mixed)
+    return tuple(found)
+
+
+def _zips_weights(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or name_of(node) != "zip":
+        return False
+    return sum(names_weights(one, "param") for one in node.args) > 1
+
+
+def _mixes(node: ast.AST, targets: Container[str]) -> TypeGuard[ast.stmt]:
+    """Return whether a statement writes what it computes into one of the targets, or into its data."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute(value=ast.Name(name), attr="data")], value=ast.BinOp()):
+            return name in targets
+        case ast.Expr(value=ast.Call() as call):
+            written = re.match(r"(\w+)\.(?!grad\b)", ast.unparse(call))
+            inside = [*ast.walk(call)]
+            calls = {one.attr for one in inside if isinstance(one, ast.Attribute)}
+            computed = "copy_" in calls and any(isinstance(one, ast.BinOp) for one in inside)
+            return written is not None and written[1] in targets and (computed or bool(MIXES & calls))
+        case _:
+            return False
+
+
+@frozen
+class Said:
+    """An expression of the program."""
+
+    text: str
+    file: str
+    line: int
+
+
+def mixes_itself() -> Iterator[tuple[str, str, str]]:
+    """Yield lines of the program that mix the weights of a model with themselves, and both names of the model.
+
+    Of a name that is a copy somewhere in the program nobody knows when; what is asked to be two is so.
+    """
+    frames, texts = own_frames(), texts_of_program()
+    for file, text in texts.items():
+        if not (any(f"{one}()" in text for one in WEIGHTS) and (".data" in text or any(one in text for one in MIXES))):
+            continue
+        tree = parsed(file)
+        apart = [one for one in ast.walk(tree) if isinstance(one, ast.If) and "is not" in ast.unparse(one.test)]
+        asked = {id(inside) for one in apart for inside in ast.walk(one)}
+        for loop in ast.walk(tree):
+            if not isinstance(loop, ast.For) or id(loop) in asked:
+                continue
+            targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+            mixed = [one for node in loop.body for one in ast.walk(node) if _mixes(one, targets)]
+            owners = dict.fromkeys(ast.unparse(one) for node in (loop.iter, *mixed) for one in _owners(node))
+            if mixed and len(owners) == 2:
+                said = [Said(one, file, loop.lineno) for one in owners]
+                pairs = _given(said, _function_of(tree, loop.lineno), texts)
+                found = (pair for pair in pairs if _are_one(pair, frames))
+                line = f"{Path(file).name}:{mixed[0].lineno}"
+                yield from ((line, one.text, other.text) for one, other in islice(found, 1))
+
+
+def _are_one(pair: tuple[Said, Said], frames: Sequence[FrameType]) -> bool:
+    """Return whether both stand for models with the same parameters, and neither is a copy anywhere."""
+    models = [_model(one, frames) for one in pair]
+    params = [[*map(id, one.parameters())] if isinstance(one, nn.Module) else [] for one in models]
+    return bool(params[0]) and params[0] == params[1] and not any(map(_is_copied, pair))
+
+
+def _given(owners: list[Said], function: Function | None, texts: Mapping[str, str]) -> Iterator[tuple[Said, Said]]:
+    """Yield both as they are; where they are given to a function, as each call of it gives them."""
+    takes = [] if function is None else [one.arg for one in function.args.args]
+    if function is None or not {one.text for one in owners} & set(takes):
+        yield owners[0], owners[1]
+        return
+    for file, text in texts.items():
+        for call in ast.walk(parsed(file)) if f"{function.name}(" in text else ():
+            if isinstance(call, ast.Call) and name_of(call) == function.name:
+                told = dict(zip(takes[takes[:1] == ["self"] :], map(ast.unparse, call.args), strict=False))
+                told |= {one.arg: ast.unparse(one.value) for one in call.keywords if one.arg}
+                one, other = (Said(told.get(each.text, each.text), file, call.lineno) for each in owners)
+                yield one, other
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _function_of(tree: ast.AST, line: int) -> Function | None:
+    """The innermost function around a line."""
+    every = [one for one in ast.walk(tree) if isinstance(one, Function)]
+    around = [one for one in every if one.lineno <= line <= (one.end_lineno or 0)]
+    return max(around, key=lambda one: one.lineno, default=None)
+
+
+def _model(said: Said, frames: Sequence[FrameType]) -> Any:
+    """What an expression stands for where the program is: in its own function, in its file, or in its object."""
+    node, function = ast.parse(said.text, mode="eval").body, _function_of(parsed(said.file), said.line)
+    for frame in (one for one in frames if one.f_code.co_filename == said.file):
+        code = frame.f_code
+        inside = function is None or (code.co_name == function.name and code.co_firstlineno <= said.line)
+        own = said.text.partition(".")[0] in ("self", *(frame.f_globals if frame.f_locals is frame.f_globals else ()))
+        local = function is not None and said.text in _written(function)
+        if (inside or (own and not local)) and isinstance(found := known(frame, node), nn.Module):
+            return found
+    return None
+
+
+def _written(function: ast.AST) -> set[str]:
+    """What a function writes to."""
+    return {ast.unparse(target) for target, _ in _assigned(function)}
+
+
+def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for one in ast.walk(tree):
+        if isinstance(one, ast.Assign):
+            yield from ((target, one.value) for target in one.targets)
+
+
+def _is_copied(said: Said) -> bool:
+    """Return whether it gets several values in its function, else in its file, and one of them is a copy."""
+    tree = parsed(said.file)
+    function = _function_of(tree, said.line)
+    scope = function if function is not None and said.text in _written(function) else tree
+    values = [value for target, value in _assigned(scope) if ast.unparse(target) == said.text]
+    return len(values) > 1 and any("copy" in ast.unparse(one) for one in values)
+
+
+def _owners(node: ast.AST) -> Iterator[ast.expr]:
+    for one in ast.walk(node):
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in WEIGHTS:
+            yield one.func.value
+
+
+def never_updated(alive: Sequence[Any]) -> Iterator[str]:
+    """Yield the classes of averages that the program makes, and in none of its files updates."""
+    made = [one for one in alive if issubclass(type(one), AveragedModel) and not int(one.n_averaged)]
+    texts = [*texts_of_program().values()] if made else []
+    for name in dict.fromkeys(type(one).__name__ for one in made):
+        if any(name in text for text in texts) and not any("update_parameters" in text for text in texts):
+            yield name
