@@ -31,7 +31,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
-from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Mixed, WindowFacts, WorkersAlike
+from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, Mixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
@@ -259,6 +259,16 @@ BROKEN: dict[str, RunFacts] = {
     "run.shifted": asked(copies="tokens"),
     "run.pads-heeded": asked(padded="tokens"),
     "run.pads-learned": asked(learned="tokens"),
+    "run.loss-misgiven": evolve(
+        FINE, window=WindowFacts(misgiven=(Misgiven(loss="kl_div", what="values above 0", fix="Give it logarithms."),))
+    ),
+    "run.loss-bounded": evolve(
+        FINE,
+        window=WindowFacts(
+            misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
+        ),
+    ),
+    "run.weights-misfit": evolve(FINE, loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), weights=5),)),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
     "run.recompiled": later(recompiled=(("forward", 8),)),
