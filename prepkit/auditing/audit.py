@@ -81,7 +81,7 @@ def audit(
         findings=findings,
         unasked=tuple(unasked(rules, facts, at_step=at_step or facts.gradients is not None)),
         seconds=time.perf_counter() - begun,
-        look_again=again.look,
+        live=again,
     )
 
 

@@ -369,7 +369,8 @@ class KeptGradients:
     def listen(self) -> None:
         """Begin. What torch gives is replaced once, however many listen."""
         _FOLLOWING.add(self)
-        if torch.autograd.backward is _BACKWARD:
+        if not _is_followed(torch.autograd.backward):
+            _BACKWARD[:] = [torch.autograd.backward]
             torch.autograd.backward = _followed
         if not _HANDLES:
             _HANDLES.extend((register_optimizer_step_pre_hook(_begins), register_optimizer_step_post_hook(_stepped)))
@@ -378,7 +379,7 @@ class KeptGradients:
         """End, as ``SampledEpochs.close`` does."""
         _FOLLOWING.discard(self)
         if not _FOLLOWING and torch.autograd.backward is _followed:
-            torch.autograd.backward = _BACKWARD
+            torch.autograd.backward = _BACKWARD[0]
         while _HANDLES and not _FOLLOWING:
             _HANDLES.pop().remove()
 
@@ -431,8 +432,16 @@ class KeptGradients:
 
 
 _FOLLOWING: weakref.WeakSet[KeptGradients] = weakref.WeakSet()
-_BACKWARD = torch.autograd.backward
+_BACKWARD: list[Callable[..., Any]] = []
+"""What stood in the place of ``_followed``: torch's own, or that of an audit that listens too."""
 _HANDLES: list[Any] = []
+
+
+def _is_followed(backward: Any) -> bool:
+    """Return whether it is ``_followed``, or stands around it."""
+    while backward is not None and backward is not _followed:
+        backward = getattr(backward, "__wrapped__", None)
+    return backward is _followed
 
 
 def _begins(optimizer: Any, *_: Any) -> None:
@@ -448,10 +457,10 @@ def _stepped(optimizer: Any, *_: Any) -> None:
 def _followed(*args: Any, **given: Any) -> Any:
     """Go backward, and tell who listens; one inside of another, as of a checkpoint, is a part of that."""
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-        return _BACKWARD(*args, **given)
+        return _BACKWARD[0](*args, **given)
     for one in tuple(_FOLLOWING):
         one.backward_begins()
-    returned = _BACKWARD(*args, **given)
+    returned = _BACKWARD[0](*args, **given)
     for one in tuple(_FOLLOWING):
         one.backward_ends()
     return returned

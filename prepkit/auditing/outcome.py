@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from attrs import field, frozen
@@ -16,6 +16,7 @@ from prepkit.plan import Plan
 
 if TYPE_CHECKING:  # what only a question needs is imported with it
     from prepkit.auditing.reconstruction import Reconstruction
+    from prepkit.auditing.running import RunningLook
 
 
 @frozen(kw_only=True)
@@ -31,8 +32,10 @@ class Audit:
     """How long it took to look."""
     proven: bool = False
     """Whether the window that ends with this step is proven beside it."""
-    look_again: Callable[[], tuple[Finding, ...]] | None = field(default=None, eq=False, repr=False)
-    """What ``drift`` calls; None where nothing live was looked at."""
+    steps: int = 1
+    """The step before which it looked last: behind the first, a watch has looked before each."""
+    live: RunningLook | None = field(default=None, eq=False, repr=False)
+    """What ``drift`` looks at again; None where nothing live was looked at."""
 
     def drift(self) -> tuple[Finding, ...]:
         """Return what has changed since the audit, or since the last call: for any step of the loop, on every rank.
@@ -40,16 +43,20 @@ class Audit:
         Parameters, ties, slots and state of optimizers, hooks, learning rates, and ranks that part: one all-reduce of
         24 bytes per parameter. Raises ``ValueError`` for an audit of facts alone.
         """
-        if self.look_again is None:
+        if self.live is None:
             raise ValueError(
                 "this audit holds no live model; call pk.audit(model, optimizer) in the program that trains"
             )
-        return self.look_again()
+        return self.live.look()
 
     @property
     def fine(self) -> bool:
         """Whether nothing above a note was found."""
         return all(finding.severity is Severity.NOTE for finding in self.findings)
+
+    @property
+    def _last_step(self) -> str:
+        return "the first step" if self.steps == 1 else f"step {self.steps}"
 
     def config(self) -> Config:
         """The config that would have made what stands there. Raises ``PlanRejected`` with every reason against one.
@@ -74,8 +81,8 @@ class Audit:
         said = [str(finding) for finding in self.findings]
         gradients = "" if self.proven else "how gradients are averaged and scaled (prepkit audit --prove), and "
         fine = (
-            f"nothing {'else ' if self.proven else ''}is wrong that can be told before the first step",
-            f"not asked: {gradients}later steps (pk.watch)",
+            f"nothing {'else ' if self.proven else ''}is wrong that can be told before {self._last_step}",
+            f"not asked: {gradients}later steps ({'' if self.steps > 1 else 'prepkit audit --steps 20, or '}pk.watch)",
         )
         counts = Counter(why for _, why in self.unasked)
         unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]

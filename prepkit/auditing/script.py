@@ -28,6 +28,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
+from prepkit.auditing.looks import FIRST, FirstStep, Looks, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -50,21 +51,12 @@ LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditi
 _OURS = str(Path(__file__).parents[1]) + "/"
 
 
-LOOKED = "the end of its look"
-
-
-class FirstStep(BaseException):
-    """Ends the script where its first step would begin; no ``except Exception`` of the script holds it up."""
-
-
-class ScriptEnded(Exception):
-    """The script raised before its first optimizer step, or left with an exit code; ``str`` is what Python shows."""
-
-
 def audit_script(
-    script: str, arguments: tuple[str, ...] = (), gives_up: Callable[[str], object] | None = None
+    script: str, arguments: tuple[str, ...] = (), gives_up: Callable[[str], object] | None = None, *, steps: int = 1
 ) -> Audit | None:
     """Return what is wrong in a script at its first optimizer step, which is not taken; None where it takes none.
+
+    ``steps``: of more than one, those before the last are taken, and a watch looks before each behind the first.
 
     The script runs as ``python script arguments`` would run it, on every rank that a launcher has started. Models,
     scheduler and loaders are found among the live objects: the model whose parameters the optimizer holds or that has
@@ -73,42 +65,38 @@ def audit_script(
     Raises ``ScriptEnded`` for what the script itself raises before that, and where other ranks do not come to it.
     """
     arrivals = Arrivals(gives_up)
+    looks = Looks(arrivals=arrivals, steps=steps)
     try:
         with as_main(script, arguments):
-            return audit_run(lambda: runpy.run_path(script, run_name="__main__"), arrivals)
+            _audit(lambda: runpy.run_path(script, run_name="__main__"), looks)
     except RanksApart as apart:
-        raise ScriptEnded(str(apart)) from apart
+        raise looks.ended(str(apart)) from apart
     except SystemExit as end:
         arrivals.ends("its script has left before")
         if end.code:
-            raise ScriptEnded(f"{script} left with exit code {end.code} before its first optimizer step") from end
+            raise looks.ended(f"{script} left with exit code {end.code} before {looks.last}") from end
     except Exception as error:
         arrivals.ends(f"its script has raised {type(error).__name__}: {error!s:.200}")
-        raise ScriptEnded(arrivals.verdict() or told(script, error)) from error
-    return None
+        raise looks.ended(arrivals.verdict() or told(script, error, looks.last)) from error
+    return looks.found
 
 
-def audit_run(run: Callable[[], object], arrivals: Arrivals | None = None) -> Audit | None:
-    """The same of a function that trains. Raises what it raises before its first step."""
-    arrivals = Arrivals() if arrivals is None else arrivals
-    seen: list[Audit] = []
+def audit_run(run: Callable[[], object], *, steps: int = 1) -> Audit | None:
+    """The same of a function that trains. Raises what it raises before the last of these steps."""
+    return _audit(run, Looks(arrivals=Arrivals(), steps=steps))
 
-    def stop() -> None:
-        seen[:] = [everywhere(one) if arrivals.alone else one for one in seen]
-        raise FirstStep
 
-    def end(found: Audit) -> None:
-        seen.append(found)
-        arrivals.leaves(LOOKED, stop)
-
+def _audit(run: Callable[[], object], looks: Looks) -> Audit | None:
     try:
-        with audited_at_first_step(end, arrivals):
+        with audited_at_first_step(looks.first, looks.arrivals):
             run()
-        arrivals.ends("its script has come to its end")
+        looks.arrivals.ends("its script has come to its end")
     except FirstStep:
         pass
-    arrivals.lets_go()
-    return seen[0] if seen else None
+    finally:
+        looks.watched.close()
+    looks.arrivals.lets_go()
+    return looks.found
 
 
 @contextmanager
@@ -189,7 +177,7 @@ def without_batches(empty: list[DataLoader[Any]]) -> tuple[Finding, ...]:
     return tuple(found)
 
 
-def told(script: str, error: Exception) -> str:
+def told(script: str, error: Exception, step: str = FIRST) -> str:
     """The traceback as Python shows it for the script alone, and what it means."""
     frames = error.__traceback__
     inside = frames
@@ -198,7 +186,8 @@ def told(script: str, error: Exception) -> str:
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
     if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error)):
         return f"{shown}this was raised by prepkit itself, and not by {script}: report it, please"
-    return f"{shown}{script} raised before its first optimizer step, so that there was nothing to audit"
+    nothing = "" if step != FIRST else ", so that there was nothing to audit"
+    return f"{shown}{script} raised before {step}{nothing}"
 
 
 def _is_ours(calls: list[CodeType], said: str) -> bool:
@@ -216,12 +205,6 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
-
-
-def everywhere(found: Audit) -> Audit:
-    """The audit with the findings of every rank, each once. Collective where there are several."""
-    each = dict.fromkeys(finding for findings in world().gather(found.findings) for finding in findings)
-    return evolve(found, findings=tuple(each))
 
 
 def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = None, ask_ranks: bool = True) -> Audit:

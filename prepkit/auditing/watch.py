@@ -75,10 +75,10 @@ class DriftWatch:
         self._engine = next(iter(engines(model)), None)
         if facts.scheduler is not None:
             self._ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
-        stepping = _stepping(known[0])
-        self._refused = RefusedSteps(stepping, made=self.steps)
+        steps = stepping(known[0])
+        self._refused = RefusedSteps(steps, made=self.steps)
         self._refused.listen()
-        self._handles.append(stepping.register_step_pre_hook(self._before_step))
+        self._handles.append(steps.register_step_pre_hook(self._before_step))
         each = known if self._engine is None else ()  # DeepSpeed steps part by part, and keeps gradients to itself
         own = [one for one in map(inner, each) if isinstance(one, torch.optim.Optimizer)]
         self._kept = KeptGradients(own, self._due, self._told)
@@ -203,7 +203,7 @@ def _alone(*given: Any) -> None:
         raise TypeError("a Trainer brings its own optimizer and scheduler; write pk.watch(trainer)")
 
 
-def _stepping(optimizer: Any) -> torch.optim.Optimizer:
+def stepping(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer of torch that steps: inside accelerate's wrapper, DeepSpeed's, or the first of several."""
     known = inner(optimizer)
     while not isinstance(known, torch.optim.Optimizer):

@@ -47,7 +47,7 @@ from prepkit.observe.prepared.around import (
     stepped_next,
 )
 from prepkit.observe.prepared.loaders import language_config, odd_batch
-from prepkit.observe.prepared.mixing import mixes_itself, never_updated
+from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import inner
 from prepkit.ranks.arrivals import Arrivals
@@ -187,6 +187,7 @@ class Window:
             text=self.text,
             again=tuple(_again(optimizer, first)),
             mixed=tuple(mixes_itself()),
+            aliased=tuple(dict.fromkeys(aliased())),
             never_updated=tuple(never_updated(alive)),
             trainer=trainer,
             steps=steps,

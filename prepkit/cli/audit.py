@@ -49,29 +49,49 @@ class OptionsBehind(click.Command):
 )
 @click.option("--prove", is_flag=True, help="Take the first step too, and compare it with a replay in plain torch.")
 @click.option("--keep", metavar="FOLDER", help="With --prove: leave the record there, for prepkit bisect.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Look before each of the first N steps; the last is not taken.",
+)
 @click.option("--torchrun", "processes", type=click.IntRange(1, 64), metavar="N", help="Start it in N processes here.")
 @as_json
 @click.argument("script", type=click.Path(exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def audit(  # an argument for each option
-    script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, processes: int | None, as_json: bool
+    script: str,
+    arguments: tuple[str, ...],
+    prove: bool,
+    keep: str | None,
+    steps: int,
+    processes: int | None,
+    as_json: bool,
 ) -> None:
     """Run a training script up to its first optimizer step, and say what is wrong with what stands there.
 
     SCRIPT is run as python runs it, with the ARGUMENTS behind it; the step itself is not taken, but where another rank
-    waits for what this one sends behind it. Options of audit may stand right behind SCRIPT too; what follows --, or the
-    first word that audit does not know, is SCRIPT's. With --torchrun 2 it is started in two processes of this machine,
-    on the CPU and gloo; on several machines: torchrun ... -m prepkit audit SCRIPT. Only errors give exit code 1; a
-    script that fails by itself gives 3. With --prove the first step is taken, and the whole window is done again on
-    rank 0 in plain torch: weights, gradients and the step are compared.
+    waits for what this one sends behind it. With --steps 20 it trains on up to its twentieth step, and what changes
+    from step to step is looked at before each, as by pk.watch. Options of audit may stand right behind SCRIPT too; what
+    follows --, or the first word that audit does not know, is SCRIPT's. With --torchrun 2 it is started in two
+    processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit SCRIPT. Only
+    errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, and the whole
+    window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
     """
     plan_files.demand_torch("prepkit audit")
     if keep is not None and not prove:
         raise click.UsageError("--keep leaves the record of a proof: give --prove too")
+    if prove and steps > 1:
+        raise click.UsageError("--prove takes the steps of one window: give --steps without it")
     if processes:
         kept = () if keep is None else ("--keep", keep)
-        _in_processes(processes, (*["--prove"] * prove, *kept, *["--json"] * as_json, script, "--", *arguments))
-    code = _audited(script, arguments, prove, keep, as_json)
+        _in_processes(
+            processes,
+            (*["--prove"] * prove, *kept, f"--steps={steps}", *["--json"] * as_json, script, "--", *arguments),
+        )
+    code = _audited(script, arguments, prove, keep, steps, as_json)
     if _leaves(code) and code == 1:
         sys.exit(0)  # every rank has found the same; with another code torchrun ends the others
     sys.exit(code)
@@ -87,11 +107,12 @@ def _leaves(code: int) -> bool:
     return bool(folder)
 
 
-def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, as_json: bool) -> int:
+def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | None, steps: int, as_json: bool) -> int:
     """Audit in this process, say what is found, and return the exit code."""
     from prepkit import codec
+    from prepkit.auditing.looks import ScriptEnded
     from prepkit.auditing.outcome import Audit
-    from prepkit.auditing.script import ScriptEnded, audit_script, empty_passes, leave, without_batches
+    from prepkit.auditing.script import audit_script, empty_passes, leave, without_batches
     from prepkit.findings import errors
     from prepkit.ranks import launcher
 
@@ -103,8 +124,10 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
 
                 found = prove_script(script, arguments, keep, _ends)
             else:
-                found = audit_script(script, arguments, _ends)
+                found = audit_script(script, arguments, _ends, steps=steps)
     except ScriptEnded as ended:
+        if ended.audit is not None and launcher.is_main():
+            say(str(ended.audit))
         click.echo(str(ended), err=True)
         return SCRIPT_FAILED
     if found is None:

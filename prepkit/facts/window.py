@@ -197,6 +197,8 @@ class WindowFacts:
     and the parameters with a gradient that both hold."""
     mixed: tuple[tuple[str, str, str], ...] = ()
     """Lines that mix the weights of a model with themselves, as an average is made, and the two names of the model."""
+    aliased: tuple[tuple[str, str], ...] = ()
+    """Pairs of names of one model, the first for one that rests, as a teacher does."""
     never_updated: tuple[str, ...] = ()
     """Classes of averages that no line of the program updates."""
     communicates: str = ""

@@ -15,8 +15,9 @@ from attrs import evolve
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from prepkit.auditing.looks import ScriptEnded, everywhere
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.script import ScriptEnded, as_main, audited_at_first_step, everywhere, told
+from prepkit.auditing.script import as_main, audited_at_first_step, told
 from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding
 from prepkit.proving.called import digest

@@ -268,7 +268,9 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
         ),
     ),
-    "run.weights-misfit": evolve(FINE, loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), weights=5),)),
+    "run.weights-misfit": evolve(
+        FINE, loaders=(evolve(FINE.loaders[0], weights=5, seen=evolve(tiny_loader(), length=64)),)
+    ),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
     "run.recompiled": later(recompiled=(("forward", 8),)),

@@ -179,6 +179,26 @@ def _owners(node: ast.AST) -> Iterator[ast.expr]:
             yield one.func.value
 
 
+RESTS = re.compile(
+    r"(^|_)(ref|reference|teacher|ema|average|averaged|frozen|old|momentum|anchor)(_?(model|net|network|policy|actor))?$"
+    r"|(^|_)target_?(model|net|network|policy|actor|critic)$|(_|^)(q|critic|actor|policy)_?target$"
+)
+"""Names of a model that is not to change as another one trains."""
+
+
+def aliased() -> Iterator[tuple[str, str]]:
+    """Yield names of the program of which one is for a model that rests, and that are one model that trains."""
+    for frame in own_frames():
+        named: dict[int, list[str]] = {}
+        for name, value in {**frame.f_globals, **frame.f_locals}.items():
+            if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
+                named.setdefault(id(value), []).append(name)
+        for names_of_one in named.values():
+            rests = [name for name in names_of_one if RESTS.search(name.lower())]
+            if others := [name for name in names_of_one if name not in rests]:
+                yield from ((name, others[0]) for name in rests)
+
+
 def never_updated(alive: Sequence[Any]) -> Iterator[str]:
     """Yield the classes of averages that the program makes, and in none of its files updates."""
     made = [one for one in alive if issubclass(type(one), AveragedModel) and not int(one.n_averaged)]

@@ -231,6 +231,11 @@ def _averages(facts: RunFacts) -> Iterator[Hit]:
     for line, one, other in seen.mixed if seen is not None else ():
         what = f"`{one}` and `{other}` are one model, or share all weights: {line} mixes them with themselves."
         yield Hit("model", what)
+    told = {name for _, *pair in seen.mixed for name in pair} if seen is not None else set()
+    for rests, trains in seen.aliased if seen is not None else ():
+        if rests not in told:
+            what = f"`{rests}` and `{trains}` are one model: what it says changes with every step."
+            yield Hit("model", what, milder=True)
     for name in seen.never_updated if seen is not None else ():
         what = f"`{name}` was made, and no file of the program calls its update_parameters: it stays as it began."
         yield Hit("model", what, "Call it behind optimizer.step().", milder=True)
@@ -348,11 +353,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.average-idle",
-        summary="An average of weights is kept apart from these, and updated.",
+        summary="An average of weights, or a model that rests, is apart from what trains, and an average is updated.",
         check=_averages,
         at=(Moment.AUDIT,),
         fix="Write copy.deepcopy(model), or torch.optim.swa_utils.AveragedModel(model), which copies it.",
-        milder="where an average is only left as it began",
+        milder="where an average is only left as it began, or a model that is to rest has two names",
         source=("torch AveragedModel",),
     ),
     Rule(

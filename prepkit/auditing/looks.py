@@ -1,0 +1,88 @@
+"""The looks of an audit at a script that runs: before its first step, and before some behind it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import define, evolve, field
+
+from prepkit.auditing.outcome import Audit
+from prepkit.auditing.watch import DriftWatch, stepping
+from prepkit.findings import Finding
+from prepkit.ranks.arrivals import Arrivals
+from prepkit.ranks.world import world
+
+LOOKED = "the end of its look"
+FIRST = "its first optimizer step"
+
+
+class FirstStep(BaseException):
+    """Ends the script where its first step would begin; no ``except Exception`` of the script holds it up."""
+
+
+class ScriptEnded(Exception):
+    """The script raised before the last step that is looked at, or left with an exit code.
+
+    ``str`` is what Python shows.
+    """
+
+    audit: Audit | None = None
+    """What was found before, where it had come to its first step."""
+
+
+@define(kw_only=True, eq=False)
+class Looks:
+    """The audit of a first step, and what a watch finds before the steps behind it."""
+
+    arrivals: Arrivals
+    steps: int
+    """The last one, which is not taken."""
+    found: Audit | None = None
+    watched: DriftWatch = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.watched = DriftWatch(every=1, share=1.0, act=self._adds)
+
+    @property
+    def last(self) -> str:
+        """The step before which it ends, in words."""
+        return FIRST if self.steps == 1 else f"step {self.steps} of its optimizer"
+
+    def first(self, found: Audit) -> None:
+        """Takes the audit, and watches on where ranks can be asked together."""
+        self.found, live = found, found.live
+        if self.steps == 1 or live is None or not (live.asks_ranks or world().size == 1):
+            self.arrivals.leaves(LOOKED, self._stop)
+            return
+        self.watched.start(live.model, live.optimizers, live.scheduler)
+        stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
+
+    def ended(self, why: str) -> ScriptEnded:
+        """What is raised where the script does not come so far."""
+        error = ScriptEnded(why)
+        error.audit = self.found
+        return error
+
+    def _counts(self, *_: Any) -> None:
+        assert self.found is not None
+        self.found = evolve(self.found, steps=self.watched.steps)
+        if self.watched.steps >= self.steps:
+            self.arrivals.leaves(LOOKED, self._stop)
+
+    def _adds(self, findings: tuple[Finding, ...]) -> None:
+        assert self.found is not None
+        known = {(one.rule, one.where) for one in self.found.findings}
+        new = (one for one in findings if (one.rule, one.where) not in known)
+        told = tuple(evolve(one, what=f"In step {self.watched.steps}: {one.what}") for one in new)
+        self.found = evolve(self.found, findings=self.found.findings + told)
+
+    def _stop(self) -> None:
+        if self.found is not None and (self.arrivals.alone or self.steps > 1):
+            self.found = everywhere(self.found)
+        raise FirstStep
+
+
+def everywhere(found: Audit) -> Audit:
+    """The audit with the findings of every rank, each once. Collective where there are several."""
+    each = dict.fromkeys(finding for findings in world().gather(found.findings) for finding in findings)
+    return evolve(found, findings=tuple(each))
