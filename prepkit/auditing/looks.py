@@ -11,9 +11,12 @@ from prepkit.auditing.watch import DriftWatch, stepping
 from prepkit.findings import Finding
 from prepkit.ranks.arrivals import Arrivals
 from prepkit.ranks.world import world
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, Need
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
+OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 
 
 class FirstStep(BaseException):
@@ -56,6 +59,12 @@ class Looks:
             return
         self.watched.start(live.model, live.optimizers, live.scheduler)
         stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
+
+    def other(self, found: Audit) -> None:
+        """Takes what is wrong with the gradients of another optimizer, before its own first step."""
+        root = found.facts.model.classes[found.facts.model.modules[0].cls].name
+        told = (one for one in found.findings if one.rule in OF_GRADIENTS)
+        self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told))
 
     def ended(self, why: str) -> ScriptEnded:
         """What is raised where the script does not come so far."""

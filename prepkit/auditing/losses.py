@@ -78,7 +78,7 @@ class Losses:
     def backward(self, loss: Any) -> None:
         """Hears of what goes backward, be it computed by a loss of torch's or by hand."""
         if (shape := _spread(loss)) is not None:
-            self._misgiven("loss", f"each of {shape[0]} outputs is compared with all {shape[1]} targets", _SHAPE)
+            self._misgiven("loss", f"what compares each of {shape[0]} outputs with all {shape[1]} targets", _SHAPE)
 
     def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():

@@ -88,7 +88,7 @@ def audit_run(run: Callable[[], object], *, steps: int = 1) -> Audit | None:
 
 def _audit(run: Callable[[], object], looks: Looks) -> Audit | None:
     try:
-        with audited_at_first_step(looks.first, looks.arrivals):
+        with audited_at_first_step(looks.first, looks.arrivals, looks.other if looks.steps > 1 else None):
             run()
         looks.arrivals.ends("its script has come to its end")
     except FirstStep:
@@ -100,25 +100,29 @@ def _audit(run: Callable[[], object], looks: Looks) -> Audit | None:
 
 
 @contextmanager
-def audited_at_first_step(heard: Callable[[Audit], None], arrivals: Arrivals) -> Iterator[None]:
+def audited_at_first_step(
+    heard: Callable[[Audit], None], arrivals: Arrivals, others: Callable[[Audit], None] | None = None
+) -> Iterator[None]:
     """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
+
+    ``others``: is handed that of every other optimizer, before its first step.
 
     Where the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and
     hands on its own. Raises ``RanksApart`` there where not every rank comes.
     """
-    window, stepped = Window(arrivals=arrivals), False
+    window, stepped = Window(arrivals=arrivals), dict[int, Any]()
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
-        nonlocal stepped
-        if stepped:
+        if id(optimizer) in stepped or (stepped and others is None):
             return
-        stepped = True
+        tell = others if others is not None and stepped else heard
+        stepped[id(optimizer)] = optimizer  # which keeps its id
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
         made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks)
-        heard(everywhere(found) if asks else found)
+        tell(everywhere(found) if asks else found)
 
     handle = register_optimizer_step_pre_hook(look)
     try:

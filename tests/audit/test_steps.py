@@ -1,0 +1,159 @@
+"""What an audit of several steps finds behind the first of them, and that right loops have nothing there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from prepkit.auditing.script import audit_run
+from tests.audit.test_script import Auditor
+from tests.support.fork_server import ForkServers
+
+STEPS = 8
+Train = Callable[[], None]
+
+
+def layers(width: int = 4, *, drops: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1 if drops else 0.0), nn.GELU(), nn.Linear(16, width))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(6, 8), torch.randint(4, (6,))) for _ in range(3 * STEPS)]
+
+
+def trains(behind: Callable[[int, Any, Any], None], *, drops: bool = False) -> Train:
+    """A loop that does this behind each step, with its number, the model and the optimizer."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        trained = layers(drops=drops)
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+        for at, (x, y) in enumerate(batches()):
+            fn.cross_entropy(trained(x), y).backward()
+            optimizer.step()
+            behind(at, trained, optimizer)
+
+    return train
+
+
+def clears(at: int, model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def forgets(at: int, model: Any, optimizer: Any) -> None:
+    """Clears nothing."""
+
+
+def evaluates(*, goes_on: bool) -> Callable[[int, Any, Any], None]:
+    def behind(at: int, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        if at % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(2, 8))
+            model.train(goes_on)
+
+    return behind
+
+
+def two_models(*, detached: bool) -> Train:
+    """A maker and a judge, of which the judge steps first."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        maker, judge = layers(8), layers(1)
+        optimizers = [torch.optim.Adam(one.parameters(), 1e-3) for one in (judge, maker)]
+        for x, _ in batches():
+            made = maker(torch.randn(6, 8))
+            optimizers[0].zero_grad()
+            (fn.softplus(-judge(x)).mean() + fn.softplus(judge(made.detach())).mean()).backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            fn.softplus(-judge(made.detach() if detached else made)).mean().backward()
+            optimizers[1].step()
+
+    return train
+
+
+def scheduled(ticks: int) -> Train:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=ticks)
+        for x, y in batches():
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+
+    return train
+
+
+def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
+    gc.collect()  # models of programs before it
+    audit = audit_run(train, steps=steps)
+    assert audit is not None
+    return audit.steps, [one.rule for one in audit.findings if one.severity.value != "note"]
+
+
+@pytest.mark.parametrize(
+    ("train", "rule"),
+    [
+        (trains(forgets), "run.left-over"),
+        (trains(evaluates(goes_on=False), drops=True), "run.drift-mode"),
+        (two_models(detached=True), "run.steps-nothing"),
+        (scheduled(4), "run.drift-ticks"),
+    ],
+    ids=["zero_grad forgotten", "left in evaluation", "maker detached", "a schedule of four ticks"],
+)
+def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rule: str) -> None:
+    assert found(train, 1) == (1, [])
+    assert found(train) == (STEPS, [rule])
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        trains(clears),
+        trains(evaluates(goes_on=True), drops=True),
+        two_models(detached=False),
+        scheduled(24),
+    ],
+    ids=["plain", "evaluated", "two models", "a schedule that lasts"],
+)
+def test_a_right_loop_has_nothing_behind_its_first_step(train: Train) -> None:
+    assert found(train) == (STEPS, [])
+
+
+@pytest.fixture
+def run(fork_servers: ForkServers, tmp_path: Path) -> Auditor:
+    return Auditor(fork_servers, tmp_path)
+
+
+ENDS = """import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for at in range(4):
+    model(torch.randn(3, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_what_was_found_before_a_script_ends_is_said(run: Auditor) -> None:
+    code, out, _ = run(ENDS, "--steps", "9", "train.py")
+    assert (code, "error run.left-over" in out) == (1, True)
+    code, out, err = run(ENDS + "    if at == 2:\n        raise ValueError('full')\n", "--steps", "9", "train.py")
+    assert (code, "error run.left-over" in out, "raised before step 9" in err) == (3, True, True)
+
+
+def test_a_proof_has_steps_of_its_own(run: Auditor) -> None:
+    code, _, err = run(ENDS, "--steps", "9", "--prove", "train.py")
+    assert (code, "give --steps without it" in err) == (2, True)
