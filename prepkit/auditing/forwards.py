@@ -22,6 +22,7 @@ from prepkit.auditing.losses import Compared
 from prepkit.facts.window import ForwardFacts, Mixed
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
+from prepkit.observe.prepared.modules import drops
 
 SLOW_S = 5.0
 """A model whose forward takes longer is asked nothing."""
@@ -41,6 +42,8 @@ class Forwards:
     """Calls of models that train, from outside of any other."""
 
     _calls: dict[int, Call] = field(factory=dict)
+    _rests: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
+    """Models that were called without gradients."""
 
     def enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
         """Keeps a call that trains, and returns what is to hear of its outputs."""
@@ -56,6 +59,21 @@ class Forwards:
             call.outputs = apart(outputs)
 
         return leaves
+
+    def rests(self, module: nn.Module) -> None:
+        """Notes a model that was called without gradients."""
+        self._rests[id(module)] = weakref.ref(module)
+
+    def drop_at_rest(self, alive: list[Any], model: nn.Module | None) -> Iterator[str]:
+        """Yield classes of teachers that drop, but not of averages of what trains, which may drop as it does."""
+        groups = [each for one in alive if isinstance(one, torch.optim.Optimizer) for each in one.param_groups]
+        held = {id(param) for each in groups for param in each["params"]}
+        trained = [] if model is None else [one.shape for one in model.parameters()]
+        for module in [one() for one in self._rests.values()]:
+            if module is not None and module.training and drops(module):
+                params = [*module.parameters()]
+                if params and not any(id(one) in held for one in params) and [one.shape for one in params] != trained:
+                    yield type(module).__name__
 
     def facts(self, sizes: Collection[int], trained: Collection[int], losses: list[Compared]) -> Iterator[ForwardFacts]:
         """What each model makes of its last batch that has something to say of it.
@@ -311,8 +329,10 @@ def _changes_with_pads(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
     size, length = tokens.shape
     rows = (lengths < length).nonzero().flatten()
     longest = int(lengths[rows].max())
-    if size == length or any(isinstance(one, nn.Conv1d | nn.Conv2d) for one in asking.module.modules()):
-        return False  # convolutions look over the edge of a text by what they are
+    if any(isinstance(one, nn.Conv1d | nn.Conv2d) for one in asking.module.modules()):
+        return False  # which look over the edge of a text by what they are
+    if size == length and any(one.dim() > 1 and one is not tokens for one in asking.call.given.values()):
+        return False  # nobody knows which dimension of these is which
 
     def chosen(one: Tensor) -> Tensor:
         return one[rows] if one.dim() and one.shape[0] == size else one

@@ -45,10 +45,11 @@ from prepkit.observe.prepared.around import (
     line_of_program,
     lines_of_program,
     stepped_next,
+    ticked_in_loop,
 )
-from prepkit.observe.prepared.loaders import language_config, odd_batch
+from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated
-from prepkit.observe.prepared.modules import elsewhere
+from prepkit.observe.prepared.modules import elsewhere, generator
 from prepkit.observe.prepared.optimizers import inner
 from prepkit.ranks.arrivals import Arrivals
 
@@ -86,6 +87,7 @@ class Window:
     rebuilt: str = ""
     taken: str = ""
     text: OddSample = ""
+    draws: str = ""
     recomputed: Recomputed = field(factory=Recomputed)
     forwards: Forwards = field(factory=Forwards)
     losses: Losses = field(factory=Losses)
@@ -177,6 +179,10 @@ class Window:
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0) or self._at_the_top(scheduler),
             backwards=self.backwards,
+            draws=self.draws,
+            by_batch=ticked_in_loop(scheduler, frames_above(__file__)),
+            overlap=overlap(alive),
+            drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             rebuilt=self.rebuilt,
             taken=self.taken,
@@ -199,6 +205,7 @@ class Window:
             self.arrivals.calls(alone=torch.is_grad_enabled() and _unsynced(module))
         self._entered[id(module)] = weakref.ref(module)
         if not torch.is_grad_enabled():
+            self.forwards.rests(module)
             return None
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:
@@ -210,7 +217,16 @@ class Window:
         kind = None if narrow is None else narrow.device.type
         if kind and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             self._float16[type(module).__name__] = None
-        return self.forwards.enters(module, args, kwargs) if module.training else None
+        return self._hears_outputs(module, args, kwargs) if module.training else None
+
+    def _hears_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
+        leaves, before = self.forwards.enters(module, args, kwargs), generator("cpu")
+
+        def left(outputs: Any) -> None:
+            self.draws = self.draws or (type(unwrap_root(module)[-1]).__name__ if generator("cpu") != before else "")
+            leaves(outputs)
+
+        return left
 
     def _sends(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():

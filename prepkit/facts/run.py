@@ -143,6 +143,8 @@ class PreparedLoader:
     """A digest of the indices of its first batches; empty: not looked at, or not to be told."""
     samples: str = ""
     """A digest of its first samples; likewise."""
+    reseeds: tuple[str, ...] = ()
+    """What each sample of its data set calls with one seed, whatever the sample: ``torch.manual_seed``."""
     weights: int | None = None
     """Weights that it draws its samples by; None: by none."""
     order: tuple[int, ...] = ()

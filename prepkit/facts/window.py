@@ -188,6 +188,14 @@ class WindowFacts:
     """The line that has computed gradients of parameters by ``torch.autograd.grad`` since the last backward."""
     reentrant: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Reentrant checkpoints that were given no input that requires a gradient: the line, and what trains inside."""
+    draws: str = ""
+    """Class of a model that trains and has drawn random numbers of the CPU's generator; empty: none has."""
+    by_batch: bool = False
+    """Whether the program ticks the scheduler in the innermost loop around its step."""
+    overlap: tuple[int, int, int] = (0, 0, 0)
+    """Samples that two loaders take of one data set, and those that both take."""
+    drops_resting: tuple[str, ...] = ()
+    """Classes of models that were called without gradients, that no optimizer holds, and that drop elements."""
     recompiled: tuple[tuple[str, int], ...] = ()
     """Functions that torch compiled as often as it may, and runs as they are since; and how often."""
     text: OddSample = ""

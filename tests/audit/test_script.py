@@ -330,7 +330,7 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
     def failing() -> Exception:
         try:
-            window._alike(None, "a")  # type: ignore[arg-type]
+            window._unsynced(None)  # type: ignore[arg-type]
         except AttributeError as error:
             return error
         raise AssertionError

@@ -190,6 +190,26 @@ def in_one_loop(before: Iterable[Line], now: Iterable[Line]) -> bool:
     return any(begin <= line <= end for begin, end in sorted(around)[-1:])
 
 
+def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
+    """Return whether the innermost loop of the program around the lines that run now ticks this scheduler."""
+    for frame in (one for one in frames if scheduler is not None and not is_of_library(one)):
+        begin, end = _innermost(frame.f_code, frame.f_lineno)
+        if begin:
+            calls = (one for one in ast.walk(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call))
+            methods = (one.func for one in calls if begin <= one.lineno <= end and isinstance(one.func, ast.Attribute))
+            named = [known(frame, one.value) for one in methods if one.attr == "step"]
+            return any(one is not None and scheduler in (one, getattr(one, "scheduler", None)) for one in named)
+    return False
+
+
+def _innermost(code: CodeType, line: int) -> tuple[int, int]:
+    """First and last line of the innermost loop around a line of a function; zeros: there is none."""
+    loops = [one for one in ast.walk(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
+    around = [(begin, end) for begin, end in spans if begin <= line <= end and begin >= code.co_firstlineno]
+    return max(around, default=(0, 0))
+
+
 BESIDE_STEPS = frozenset({"step", "update", "unscale_", "clip_grad_norm_", "clip_grad_value_"})
 """Methods and functions that make and clear no gradient."""
 

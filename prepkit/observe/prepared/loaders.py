@@ -10,13 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from prepkit.facts.run import Division, PreparedLoader
 from prepkit.facts.window import OddSample
 from prepkit.formats.models.architecture import peek
 from prepkit.observe.loaders import loader_facts
-from prepkit.observe.prepared.reading import divides_itself, first_reads
+from prepkit.observe.prepared.reading import divides_itself, first_reads, generator_states, generators_kept
 from prepkit.ranks.world import world
 
 SHOWN = 64
@@ -45,9 +53,30 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
         data="" if data is None else _digest(data),
         indices=indices,
         samples=samples,
+        reseeds=_reseeds(data),
         weights=next((len(one.weights) for one in _chain(loader) if isinstance(one, WeightedRandomSampler)), None),
         order=_order(loader),
     )
+
+
+def _reseeds(data: Any) -> tuple[str, ...]:
+    """Return the generators that reading a sample puts into one state, whatever the sample and the state before."""
+    try:
+        streams = not isinstance(data, Dataset) or isinstance(data, IterableDataset)
+        rows = 0 if streams else min(_length(data) or 0, 2)
+        if rows < 2 or type(data).__module__.partition(".")[0] in ("torch", "datasets", "torchvision"):
+            return ()
+        first, second = (_left_by(data, at) for at in range(rows))
+    except Exception:  # code of the user that reads a sample
+        return ()
+    return tuple(name for name in first if first[name] == second.get(name))
+
+
+def _left_by(data: Any, at: int) -> dict[str, str]:
+    """Where a sample leaves each generator, which begins in a state of its own."""
+    with generators_kept(seed=1 + at):
+        data[at]
+        return generator_states()
 
 
 def _order(loader: Any) -> tuple[int, ...]:
@@ -119,6 +148,20 @@ def _content(data: Any) -> str:
         return hashlib.sha256(repr(told(data, 3)).encode()).hexdigest()
     except Exception:  # code of the user that reads a sample
         return ""
+
+
+def overlap(alive: list[Any]) -> tuple[int, int, int]:
+    """Samples of two parts of one data set that two living loaders have, and those of both; zeros: there are no two.
+
+    Of parts where one holds the other nobody knows whether that is meant, and of more than two whether they are folds.
+    """
+    loaders = [one for one in alive if isinstance(one, DataLoader)]
+    parts = {id(one.dataset): one.dataset for one in loaders if isinstance(one.dataset, Subset)}
+    if len(parts) != 2 or len({id(one.dataset) for one in parts.values()}) != 1:
+        return 0, 0, 0
+    one, other = ({*map(int, part.indices)} for part in parts.values())
+    apart = one - other and other - one
+    return (len(one), len(other), len(one & other)) if apart and one & other else (0, 0, 0)
 
 
 def _picked(data: Any) -> tuple[str, tuple[int, ...]]:

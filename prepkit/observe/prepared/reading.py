@@ -143,6 +143,18 @@ def generators_kept(seed: int | None = None) -> Iterator[None]:
             numpy.random.set_state(kept[2])
 
 
+def generator_states() -> dict[str, str]:
+    """A digest of where each generator of the process is, by the function that would seed it."""
+    numpy: Any = sys.modules.get("numpy")
+    states: dict[str, Any] = {"torch.manual_seed": torch.get_rng_state().tolist(), "random.seed": random.getstate()}
+    states |= (
+        {"numpy.random.seed": [one.tobytes() if hasattr(one, "tobytes") else one for one in numpy.random.get_state()]}
+        if numpy
+        else {}
+    )
+    return {name: hashlib.sha256(repr(state).encode()).hexdigest() for name, state in states.items()}
+
+
 def digest_of(value: Any) -> str:
     """The same for equal samples, batches and lists of them."""
     return hashlib.sha256(repr(_told(value)).encode()).hexdigest()

@@ -89,6 +89,20 @@ def _unread(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(f"loaders[{index}]", f"{what} {reads}: the others are never read.")
 
 
+def _overlaps(facts: RunFacts) -> Iterator[Hit]:
+    one, other, both = facts.window.overlap if facts.window is not None else (0, 0, 0)
+    if both:
+        what = f"Two loaders take {one} and {other} samples of one data set, and {both} of them are the same"
+        yield Hit("loaders", f"{what}: what validates was trained on.")
+
+
+def _reseeds(facts: RunFacts) -> Iterator[Hit]:
+    for index, loader in enumerate(facts.loaders):
+        if loader.reseeds:
+            what = f"Each of its samples calls {' and '.join(loader.reseeds)} with one seed: all draw the same numbers"
+            yield Hit(f"loaders[{index}]", f"{what}, and so does what the program draws behind it.")
+
+
 def _weights(facts: RunFacts) -> Iterator[Hit]:
     for index, loader in enumerate(facts.loaders):
         if loader.weights is not None and loader.seen.length is not None and loader.weights < loader.seen.length:
@@ -295,6 +309,24 @@ RULES: tuple[Rule, ...] = (
         fix="Write DistributedSampler(dataset), which takes the number of ranks from the process group.",
         severity=Severity.WARNING,
         source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.parts-overlap",
+        summary="What is trained on and what validates are other samples.",
+        check=_overlaps,
+        at=(Moment.AUDIT,),
+        fix="Split once, and take both parts of it: train, valid = random_split(dataset, sizes).",
+        severity=Severity.WARNING,
+        source=("torch random_split",),
+    ),
+    Rule(
+        id="run.reseeded",
+        summary="Reading a sample seeds no generator of the process by one seed.",
+        check=_reseeds,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS,),
+        fix="Draw with a generator of the sample's own: torch.Generator().manual_seed(seed + index).",
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.weights-misfit",

@@ -23,6 +23,9 @@ def _drops(facts: RunFacts) -> Iterator[Hit]:
     if facts.optimizers and facts.frozen_drops:
         what = f"Frozen, and in training mode with dropout: {some(facts.frozen_drops)}. What it gives is random."
         yield Hit(at(facts.frozen_drops[0]), what)
+    for name in facts.window.drops_resting if facts.window is not None else ():
+        what = f"{name} is called without gradients, is in training mode, and drops elements: what it gives is random."
+        yield Hit("model", what, f"Call .eval() on the {name}.")
 
 
 def _norms(facts: RunFacts) -> Iterator[Hit]:

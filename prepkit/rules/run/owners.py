@@ -39,8 +39,13 @@ def _early(facts: RunFacts) -> Iterator[Hit]:
             f"Make it for {horizon * ticks} ticks, or prepare it with Accelerator(step_scheduler_with_optimizer=False)."
         )
         yield Hit("scheduler", what, fix)
-    elif ticks == 1 and scheduler.by_batch and horizon < steps:
+    elif ticks == 1 and horizon < steps and (scheduler.by_batch or _by_batch(facts)):
         yield Hit("scheduler", f"`{scheduler.name}` is made for {horizon} ticks, and a pass has {steps} steps.")
+
+
+def _by_batch(facts: RunFacts) -> bool:
+    """Return whether the program ticks it in the loop in which it steps."""
+    return facts.window is not None and facts.window.by_batch
 
 
 REFUSED = 16

@@ -159,12 +159,13 @@ def _schedulers(facts: RunFacts) -> Iterator[Hit]:
 def _alike(facts: RunFacts) -> Iterator[Hit]:
     groups = {rank.tensor_ranks: rank.generator for rank in facts.ranks}
     alike = facts.drawn_alike or (len(groups) > 1 and len(set(groups.values())) == 1)
-    if not (alike and facts.drops):
+    draws = facts.window.draws if facts.window is not None else ""
+    if not (alike and (facts.drops or draws)):
         return
-    what = (
-        f"The random generators of all {facts.world_size} ranks are in one state: dropout in "
-        f"{count(facts.drops, 'module')} takes the same elements on each, though ranks read other samples."
-    )
+    dropped = f"dropout in {count(facts.drops, 'module')} takes the same elements"
+    does = dropped if facts.drops else f"{draws} draws the same numbers"
+    what = f"The random generators of all {facts.world_size} ranks are in one state: {does} on each"
+    what = f"{what}, though ranks read other samples."
     same = max(facts.alike_for, max(map(len, groups), default=1))
     seed = f"seed + dist.get_rank(){f' // {same}' if same > 1 else ''}"
     yield Hit(
