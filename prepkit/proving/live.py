@@ -25,6 +25,7 @@ from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
 from prepkit.objects import names
 from prepkit.proving.hooks import heard
+from prepkit.proving.other_rank import itself
 from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
 from prepkit.proving.recorder import Recorder
@@ -54,7 +55,7 @@ class Elsewhere(Mapping[str, Tensor]):
         if key in self.here:
             return self.here[key]
         shape, dtype = self.kinds[key]
-        with _disable_current_modes():  # ``replay.Alone`` forbids collectives, and this one is answered
+        with _disable_current_modes(), itself():  # ``Alone`` forbids collectives, and this one is answered
             world().from_first((self.rank, key))
             return _sent(self.rank, torch.empty(shape, dtype=dtype))
 
