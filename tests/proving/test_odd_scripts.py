@@ -622,17 +622,12 @@ for _ in range(3):
 LOSS = "model(x).square().mean().backward()"
 CUT: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a detach": ("hidden = torch.tanh(self.enter(x)).detach()\nreturn self.head(hidden)", "detach() at", ("enter",)),
-    "no graph": (
-        "with torch.no_grad():\n    hidden = self.enter(x)\nreturn self.head(hidden)",
-        "no_grad() at",
-        ("enter",),
-    ),
     "its data": ("return self.head(torch.tanh(self.enter(x)).data)", "detach() at", ("enter",)),
     "a weight": ("return self.head(nn.functional.linear(x, self.enter.weight.detach()))", "detach() at", ("enter",)),
     "a gate": ("return self.head(self.enter(x) * torch.sigmoid(self.aside(x)).detach())", "detach() at", ("aside",)),
     "two": (
-        "with torch.no_grad():\n    aside = self.aside(x)\nreturn self.head(self.enter(x).detach() + aside)",
-        "no_grad() at",
+        "aside = self.aside(x).detach()\nreturn self.head(self.enter(x).detach() + aside)",
+        "detach() at",
         ("aside",),
     ),
 }
@@ -662,6 +657,44 @@ def test_a_layer_that_the_forward_cuts_off_is_warned_of_with_the_line_that_cuts(
         assert f"`{layer}.weight`" in mine.what
     assert "head" not in "".join(one.what for one in found)
     assert len(found) == 1 + (name == "two")
+
+
+TEACHER = "with torch.no_grad():\n    wanted = self.aside(x)\nreturn self.head(self.enter(x) - wanted)"
+DECAYS = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)\n"
+ZEROS = "[setattr(one, 'grad', torch.zeros_like(one)) for one in model.aside.parameters()]\n"
+RESTS: dict[str, tuple[str, str]] = {
+    "a teacher": (TEACHER, ""),
+    "a teacher that would decay if it had a gradient": (TEACHER, DECAYS),
+    "one with zeros that nothing moves": (TEACHER, ZEROS),
+    "a body under a head": ("with torch.no_grad():\n    hidden = self.enter(x)\nreturn self.head(hidden)", DECAYS),
+    "a decorated call": (
+        "def still(x):\n    return self.aside(x)\nreturn self.head(self.enter(x) + torch.no_grad()(still)(x))",
+        DECAYS,
+    ),
+}
+"""A forward, and what is done once before it."""
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_what_no_grad_alone_holds_still_is_noted_as_plain_torch_leaves_it_too(tmp_path: Path, name: str) -> None:
+    forward, first = RESTS[name]
+    text = of_parts(forward).replace("for _ in range(3):", f"{first}for _ in range(3):")
+    proof = proved(tmp_path, text.replace("zero_grad()", "zero_grad(set_to_none=False)"))
+    assert told(proof) == []
+    assert proof is not None
+    (noted,) = [one.what for one in proof.findings if "leaves them as they are" in one.what]
+    layer = "enter" if name.startswith("a body") else "aside"
+    assert noted.startswith(f"The forward computes with `{layer}.weight`, `{layer}.bias` under no_grad() at train.py:")
+
+
+def test_what_no_grad_holds_and_the_step_decays_all_the_same_is_warned_of(tmp_path: Path) -> None:
+    text = of_parts(TEACHER).replace("for _ in range(3):", f"{DECAYS}{ZEROS}for _ in range(3):")
+    proof = proved(tmp_path, text.replace("zero_grad()", "zero_grad(set_to_none=False)"))
+    (found,) = told(proof)
+    assert found.startswith(
+        "prove.no-gradient: The loss is computed with `aside.weight`, `aside.bias`, and no_grad() at"
+    )
+    assert "plain torch gives no gradient, and moves nothing. Here the step moves them, over zeros." in found
 
 
 TARGET = "with torch.no_grad():\n    for one, other in zip(model.aside.parameters(), model.enter.parameters()):\n"
