@@ -228,6 +228,10 @@ class Window:
             self._by_norm |= held
         return plain((one for one in params) if streamed else params, *rest, **named)  # torch warns of an empty one
 
+    def entered(self) -> list[nn.Module]:
+        """Modules that were called from outside of any other."""
+        return [one for known in self._entered.values() if (one := known()) is not None]
+
     def _clipped_here(self, thing: Any) -> bool:
         """Whether it is a unit of FSDP1 whose shards were clipped by the norm of what this rank has of them."""
         handle: Any = getattr(thing, "_handle", None) if isinstance(thing, FullyShardedDataParallel) else None
@@ -299,8 +303,8 @@ class Window:
 
     def _elsewhere(self, model: nn.Module) -> Iterator[str]:
         known = {id(one) for one in model.modules()}
-        for module in [one() for one in self._entered.values()]:
-            if module is not None and id(module) not in known and elsewhere(sites(module), known):
+        for module in self.entered():
+            if id(module) not in known and elsewhere(sites(module), known):
                 yield type(module).__name__
 
     def _untied(self) -> Iterator[tuple[str, str]]:

@@ -13,8 +13,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, safe_open, save_file
 from torch import nn
+from torch.utils.data import DataLoader
 
-from prepkit.auditing.script import audit_script
+from prepkit.auditing.script import audit_run, audit_script
 from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
@@ -28,6 +29,7 @@ from tests.proving.small import Small
 BEGIN = """
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,12 +267,16 @@ optimizer.step()
 
 
 @pytest.fixture(autouse=True)
-def alone() -> None:
-    """Gradients that other tests of this process have left are those of no model of a script."""
-    gc.collect()
-    for one in gc.get_objects():
-        if issubclass(type(one), nn.Parameter):
-            one.grad = None
+def others() -> list[Any]:
+    """What earlier cells of a notebook have left: a larger model with gradients, its optimizers, half a pass."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)))
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer = torch.optim.AdamW([*model.parameters(), *nn.Linear(5, 5).parameters()])
+    model[0] = nn.Linear(6, 6)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=2)
+    reads = iter(DataLoader(torch.ones(8, 6)))  # type: ignore[arg-type]  # a tensor is a data set too
+    next(reads)
+    return [model, optimizer, scheduler, reads]
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -286,6 +292,30 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert proof.audit is not None
     assert alone is not None
     assert proof.audit.findings == alone.findings, "a recorder changes nothing that an audit sees"
+
+
+def test_what_was_made_before_is_audited_where_the_program_uses_it() -> None:
+    """As where a cell of a notebook makes the model, and another one trains it."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    teacher = nn.Linear(6, 3)
+    both = [torch.optim.AdamW(one.parameters()) for one in (model, teacher)]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(both[0], lambda _: 1.0)
+    reads = iter(DataLoader(torch.ones(8, 6)))  # type: ignore[arg-type]
+    next(reads)
+    model[0] = nn.Linear(6, 8)
+
+    def train() -> None:
+        x = next(reads)
+        (model(x) - teacher(x)).square().mean().backward()
+        both[0].step()
+        scheduler.step()
+
+    found = audit_run(train)
+    assert found is not None
+    assert "run.orphans" in {one.rule for one in found.findings}
+    facts = found.facts
+    assert [len(facts.optimizers), len(facts.loaders), facts.scheduler is not None] == [1, 1, True]
+    assert {name.partition(".")[0] for name in (one.name for one in facts.params)} >= {"0", "1"}
 
 
 def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: Path) -> None:
@@ -652,7 +682,7 @@ def test_a_layer_that_the_forward_cuts_off_is_warned_of_with_the_line_that_cuts(
         assert any(
             word in lines[int(number.split()[0]) - 1] for word in ("detach", ".data", "self.enter(x)", "self.aside(x)")
         )
-    (mine,) = [one for one in found if cuts in one.what]
+    (mine,) = [one for one in found if cuts in one.what and f"`{layers[0]}.weight`" in one.what]
     for layer in layers:
         assert f"`{layer}.weight`" in mine.what
     assert "head" not in "".join(one.what for one in found)
