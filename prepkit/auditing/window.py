@@ -474,7 +474,8 @@ def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], None]) -> Iter
         try:
             return plain(module, *args, **kwargs)
         finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+            if listens:  # else it has ended inside
+                nn.Module.__call__ = call  # type: ignore[method-assign]
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:

@@ -579,3 +579,44 @@ def test_several_optimizers_that_step_as_one_are_each_replayed() -> None:
         ready.step()
     assert not any("was not replayed" in one.what for one in told_of(ready))
     ready.close()
+
+
+def with_a_head(where: str) -> list[Finding]:
+    """A window of an encoder that was prepared, under a head, or beside something else, that the plan does not know."""
+    torch.manual_seed(0)
+    encoder, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    outer = torch.optim.SGD(head.parameters(), lr=0.1) if where not in ("no optimizer", "frozen") else None
+    head.requires_grad_(where != "frozen")
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(), encoder, optimizer=optimizer), prove=1)
+    for _ in range(2):
+        hidden = ready.model(torch.randn(3, 4))
+        with torch.set_grad_enabled(where != "no graph"):
+            out = hidden if where == "not called" else head(hidden)
+        ready.backward((hidden.mean() if where == "no graph" else 0) + out.square().mean())
+        if where == "before":
+            outer.step()
+            outer.zero_grad()
+        ready.step()
+        if where == "behind":
+            outer.step()
+            outer.zero_grad()
+    found = told_of(ready)
+    ready.close()
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+    return found
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "never", "no optimizer", "frozen", "no graph", "not called"])
+def test_what_trains_outside_of_the_plan_is_named_as_not_proven(where: str) -> None:
+    found = with_a_head(where)
+    assert {one.severity for one in found} <= {Severity.NOTE}
+    named = [one.what for one in found if "`Linear` trains beside the model of the plan" in one.what]
+    assert len(named) == (where in ("before", "behind", "never"))
+    assert len(found) == len(named)
+
+
+def test_a_loop_of_the_program_s_own_leaves_no_wrapper_of_calls_behind() -> None:
+    by_hand(2.0, windows=3, prove=2)
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
