@@ -19,12 +19,12 @@ from torch.utils.data import DistributedSampler
 
 from prepkit.facts.window import CourseFacts
 from prepkit.objects.local_part import local
-from prepkit.objects.names import Site
+from prepkit.objects.names import Site, first_names, parameters_at
 from prepkit.observe.fingerprints.parts import Part
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.averaging import unaveraged
 from prepkit.observe.prepared.modules import rate
-from prepkit.observe.prepared.optimizers import counted, inner
+from prepkit.observe.prepared.optimizers import counted, grouped, inner
 from prepkit.saving.saved_facts import CYCLED, cycles_momentum
 
 Pair = tuple[str, str]
@@ -35,11 +35,12 @@ def course(places: list[Site], optimizers: Iterable[Any], scheduler: Any) -> Cou
     known = [inner(one) for one in optimizers]
     driver = None if scheduler is None else inner(scheduler)
     ticked = getattr(driver, "last_epoch", None)
-    moved = CYCLED if cycles_momentum(driver) else ()
+    moved, first = CYCLED if cycles_momentum(driver) else (), first_names(parameters_at(places))
     return CourseFacts(
         resting=tuple(site.path for site in places if site.first and _rests(site.module)),
         unaveraged=tuple(site.path for site in places for one in site.stack if _unsynced(one)) + unaveraged(places),
         options=tuple(pair for at, one in enumerate(known) for pair in _options(at, len(known), one, moved)),
+        groups=grouped(known, first),
         counts=tuple(map(counted, known)),
         rate=_rate([group.get("lr") for one in known for group in one.param_groups]),
         ticked=ticked if isinstance(ticked, int) else None,

@@ -7,8 +7,9 @@ import runpy
 import sys
 import time
 import traceback
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import count, takewhile
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -110,7 +111,7 @@ def audited_at_first_step(
     Where the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and
     hands on its own. Raises ``RanksApart`` there where not every rank comes.
     """
-    window, stepped = Window(arrivals=arrivals), dict[int, Any]()
+    window, earlier, stepped = Window(arrivals=arrivals), Earlier(), dict[int, Any]()
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
         if id(optimizer) in stepped or (stepped and others is None):
@@ -121,7 +122,7 @@ def audited_at_first_step(
         made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
-        found = audit_step(optimizer, made=made, window=window, ask_ranks=asks)
+        found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
         tell(everywhere(found) if asks else found)
 
     handle = register_optimizer_step_pre_hook(look)
@@ -211,14 +212,24 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
-def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = None, ask_ranks: bool = True) -> Audit:
+def audit_step(
+    optimizer: Any,
+    *,
+    made: bool = True,
+    window: Window | None = None,
+    ask_ranks: bool = True,
+    earlier: Earlier | None = None,
+) -> Audit:
     """An audit of everything that is live and belongs to this optimizer, which is about to step, and of other models.
 
     ``made``: whether the gradients are there, and no closure is to make them first. ``window`` has heard what went
-    before. ``ask_ranks``: whether all ranks are here, so that it is collective.
+    before. ``ask_ranks``: whether all ranks are here, so that it is collective. ``earlier``: what is no part of the
+    program unless it uses it.
     """
     begun = time.perf_counter()
-    alive = [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
+    alive = _alive()
+    if earlier is not None and window is not None:
+        alive = earlier.used(alive, optimizer, window.entered())
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
     called = [] if window is None else window.called()
     model = _meant(optimizer, roots, called, alive) or _model_of(optimizer, roots)
@@ -231,6 +242,61 @@ def audit_step(optimizer: Any, *, made: bool = True, window: Window | None = Non
     )
     others = () if window is None else tuple(_of_others(model, roots, alive, called, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
+
+
+def _alive() -> list[Any]:
+    return [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
+
+
+class Earlier:
+    """What was alive before a program began, as in other cells of a notebook; nothing of it is kept alive."""
+
+    def __init__(self) -> None:
+        alive = _alive()
+        self._things = {id(one): (weakref.ref(one), _read_of(one)) for one in alive}
+        grads = [param.grad for one in alive for param in _params_of(one) if param.grad is not None]
+        self._grads = {id(one): (weakref.ref(one), one._version) for one in grads}
+
+    def used(self, alive: list[Any], optimizer: Any, called: Iterable[nn.Module]) -> list[Any]:
+        """What is alive, without what was before and the program does not use: it calls, steps or reads nothing of it.
+
+        ``called``: modules that were called from outside of any other.
+        """
+        mine = {id(param) for one in called for param in one.parameters()} | _held(optimizer)
+        mine |= {id(one) for thing in alive for one in _params_of(thing) if self._is_new(one.grad)}
+        return [one for one in alive if not self._knows(one) or self._uses(one, mine)]
+
+    def _knows(self, thing: Any) -> bool:
+        return thing is self._things.get(id(thing), (lambda: None,))[0]()
+
+    def _is_new(self, grad: Tensor | None) -> bool:
+        """Whether something has made it, or added to it, since then."""
+        known, version = self._grads.get(id(grad), (lambda: None, 0))
+        return grad is not None and (known() is not grad or version != grad._version)
+
+    def _uses(self, thing: Any, mine: set[int]) -> bool:
+        match thing:
+            case nn.Module():
+                return not mine.isdisjoint(map(id, thing.parameters()))
+            case torch.optim.Optimizer():
+                return not mine.isdisjoint(_held(thing))
+            case LRScheduler():
+                return not mine.isdisjoint(_held(inner(thing.optimizer)))
+        return _read_of(thing) != self._things[id(thing)][1] or isinstance(thing, DataLoader)
+
+
+def _read_of(thing: Any) -> int:
+    """Batches that a pass over a loader has given."""
+    return int(thing._num_yielded) if isinstance(thing, _BaseDataLoaderIter) else 0
+
+
+def _params_of(thing: Any) -> list[nn.Parameter]:
+    params = thing._parameters.values() if isinstance(thing, nn.Module) else ()
+    return [one for one in params if one is not None]
+
+
+def _held(optimizer: Any) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 OF_OTHERS = frozenset(

@@ -263,6 +263,10 @@ class Window:
             self._by_norm |= held
         return plain((one for one in params) if streamed else params, *rest, **named)  # torch warns of an empty one
 
+    def entered(self) -> list[nn.Module]:
+        """Modules that were called from outside of any other."""
+        return [one for known in self._entered.values() if (one := known()) is not None]
+
     def _clipped_here(self, thing: Any) -> bool:
         """Whether it is a unit of FSDP1 whose shards were clipped by the norm of what this rank has of them."""
         handle: Any = getattr(thing, "_handle", None) if isinstance(thing, FullyShardedDataParallel) else None
@@ -321,8 +325,8 @@ class Window:
 
     def _elsewhere(self, model: nn.Module) -> Iterator[str]:
         known = {id(one) for one in model.modules()}
-        for module in [one() for one in self._entered.values()]:
-            if module is not None and id(module) not in known and elsewhere(sites(module), known):
+        for module in self.entered():
+            if id(module) not in known and elsewhere(sites(module), known):
                 yield type(module).__name__
 
     def _idle(self) -> Iterator[str]:
@@ -477,7 +481,8 @@ def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], Callable[[Any]
         try:
             result = plain(module, *args, **kwargs)
         finally:
-            nn.Module.__call__ = call  # type: ignore[method-assign]
+            if listens:  # else it has ended inside
+                nn.Module.__call__ = call  # type: ignore[method-assign]
         if leaves is not None:
             leaves(result)
         return result

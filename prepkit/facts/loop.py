@@ -229,6 +229,8 @@ class SteppedByHand(NamedTuple):
     """Somebody has scaled the loss, or it needs no scale."""
     inner: str = ""
     """Class of an optimizer inside DeepSpeed's, which by itself reaches no weight; empty: the one that trains."""
+    call: str = "optimizer.step()"
+    """As a user types it: an engine's own steps it too."""
 
 
 class AccumulateEntered(NamedTuple):

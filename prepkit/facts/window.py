@@ -6,6 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
+Groups = tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...]
+"""Groups of optimizers: the names of the parameters of each, and its options but for rates, with their values."""
 OddSample = Literal["", "shifted", "unmasked", "learned", "both", "counted"]
 """What is wrong in a sample of a causal language model: labels that are shifted already; without a mask, pads before
 the text, pads behind it that count as labels, and pads before it that count; masked pads that count as labels."""
@@ -235,6 +237,7 @@ class CourseFacts:
     """Wrappers whose next backward averages nothing."""
     options: tuple[tuple[str, str], ...] = ()
     """Options of groups but for the rate: ``param_groups[0].eps`` and its value."""
+    groups: Groups = ()
     altered: tuple[tuple[str, str, str], ...] = ()
     """Those that were other before the last look and have rested since, so that no schedule moves them: name, what it
     was, what it is."""

@@ -54,7 +54,7 @@ def said(event: Any) -> str:
         case events.Stepped():
             return "stepped" if event.applied else "overflowed"
         case events.SteppedByHand():
-            return f"{event.inner or 'optimizer'}.step() by hand"
+            return f"{event.inner}.step() by hand" if event.inner else f"{event.call} by hand"
         case events.AccumulateEntered(last=True):
             return "accumulate(last=True)"
         case events.Resumed():

@@ -13,7 +13,7 @@ from prepkit.facts.proof import LossShare
 from prepkit.findings.text import count, some, spans
 from prepkit.proving.hooks import alike
 from prepkit.proving.parts_of import CannotReplay, Replica, numbers, replicas
-from prepkit.proving.record_file import Record
+from prepkit.proving.record_file import Disturbed, Record
 
 STATE = 1e-3
 """Of an optimizer's state, so much is rounding where ranks add up in another order."""
@@ -301,3 +301,59 @@ def _each(record: Record, at: int) -> float | None:
         return None
     factor = micro.factor / record.head.scale
     return factor if micro.total else factor / micro.count if micro.count else None
+
+
+def disturbed_of(records: tuple[Record, ...]) -> Disturbed:
+    """Of any rank."""
+    every = [record.head.disturbed for record in records]
+
+    def names_of(kind: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for one in every for name in getattr(one, kind)))
+
+    return Disturbed(
+        unproven=next((one.unproven for one in every if one.unproven), ""),
+        moved=names_of("moved"),
+        swung=any(one.swung for one in every),
+        left=names_of("left"),
+        kept=names_of("kept"),
+        twice=any(one.twice for one in every),
+        outside=names_of("outside"),
+        beside=names_of("beside"),
+        wrapper=next((one.wrapper for one in every if one.wrapper), ""),
+        raw=any(one.raw for one in every),
+        cleared=max(one.cleared for one in every),
+        wasted=min(one.wasted for one in every),
+        unstepped=names_of("unstepped"),
+        detached=names_of("detached"),
+        idle=any(one.idle for one in every),
+        asked=any(one.asked for one in every),
+        doubled=names_of("doubled"),
+        averages=next((one.averages for one in every if one.averages), ""),
+    )
+
+
+def lowest(records: tuple[Record, ...], kind: str) -> str:
+    """The coarsest floating dtype of any rank."""
+    every: list[str] = [getattr(record.head, kind) for record in records]
+    return max(every, key=lambda name: torch.finfo(getattr(torch, name)).eps)
+
+
+def shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
+    """By which factor each rank has clipped; empty: not every one has shown its norm."""
+    clips = [record.head.clip for record in records]
+    found = [min(1.0, one.most / (one.seen + 1e-6)) for one in clips if one is not None and one.seen is not None]
+    return tuple(found) if len(found) == len(clips) else ()
+
+
+def had_gradient(records: tuple[Record, ...], name: str) -> bool:
+    """Return whether any rank was about to step a gradient of it that is not of zeros."""
+    return any(bool(record.tensors[f"grad/{name}"].any()) for record in records if f"grad/{name}" in record.tensors)
+
+
+def meant(records: tuple[Record, ...]) -> Iterator[str]:
+    """Yield what of the losses nobody can tell."""
+    every = [micro for record in records for micro in record.head.micros]
+    if any(micro.total and micro.tokens is None and not micro.count for micro in every):
+        given = any(micro.given for micro in every)
+        what = "a backward was given gradients" if given else "the loss is a sum that the program divides"
+        yield f"{what}: {'what they are' if given else 'by what'}, is taken as meant"

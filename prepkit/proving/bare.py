@@ -19,6 +19,7 @@ from prepkit.objects.forward import FP8_MARK, MARK
 from prepkit.objects.fsdp1_flat import absent_keys
 from prepkit.objects.local_part import local
 from prepkit.objects.names import Site, first_names, parameters_at, sites
+from prepkit.proving import draws
 
 PREPARERS = ("torch.distributed", "torch._dynamo", "deepspeed", "accelerate", "lightning", "prepkit")
 """Packages whose hooks and attributes a plain model has none of."""
@@ -43,6 +44,7 @@ def bare_copy(model: nn.Module, weights: Mapping[str, Tensor], buffers: Mapping[
     """
     places = [site for site in sites(model) if site.first]
     making = _Making(weights=weights, buffers=buffers, absent=absent_keys(model), first=_first(model))
+    making.copied.update(draws.copies(model))
     for site in places:
         making.shell(site)
     for site in places:
@@ -69,7 +71,7 @@ class _Making:
     first: Mapping[int, str]
     """Identity of a parameter to its name."""
     copied: dict[int, Any] = field(factory=dict)
-    """Identity of a module, parameter or buffer to its copy."""
+    """Identity of a module, parameter, buffer or generator to its copy."""
     made: dict[str, nn.Parameter] = field(factory=dict)
 
     def shell(self, site: Site) -> None:
@@ -169,7 +171,7 @@ def _hooks(module: nn.Module, shell: nn.Module, kinds: Tables, copied: dict[int,
 def _copied(value: Any, copied: dict[int, Any]) -> Any:
     """A deep copy in which modules and tensors of the model are those of its copy; what has no copy is shared."""
     if isinstance(value, torch.Generator):  # which knows no deepcopy, and must not draw for the replay
-        return value.clone_state()
+        return copied.get(id(value)) or value.clone_state()
     try:
         return copy.deepcopy(value, dict(copied))
     except (TypeError, RuntimeError, NotImplementedError):  # a lock, a file, a graph, a process group

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from prepkit.objects import names
 from prepkit.objects.local_part import local
-from prepkit.proving import tree
+from prepkit.proving import draws, tree
 from prepkit.proving.hooks import ends_of, evaluating, line_of, parameters
 from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
@@ -45,6 +45,8 @@ class Called:
     returned: list[Returned] = field(factory=list)
     buffers: dict[str, Tensor] = field(factory=dict)
     """Those that are not as they were at the first call of the window."""
+    draws: dict[str, Tensor] = field(factory=dict)
+    """Where generators beside torch's own stood when it began."""
     micro: int = -1
     entry: str = "forward"
     evaluating: tuple[str, ...] = ()
@@ -70,7 +72,16 @@ class Called:
             inputs = ""
         own = "num_items_in_batch" in kwargs
         still = tuple(name for name, param in parameters(root) if not param.requires_grad)
-        return cls(inputs, tensors, entry=entry_of(root), evaluating=evaluating(root), own_total=own, frozen=still)
+        stood = draws.states(root)
+        return cls(
+            inputs,
+            tensors,
+            draws=stood,
+            entry=entry_of(root),
+            evaluating=evaluating(root),
+            own_total=own,
+            frozen=still,
+        )
 
     def ended(self, output: Any, adding: Adding) -> None:
         """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
@@ -89,13 +100,13 @@ class Called:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it was given, and of buffers."""
-        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values()))
+        """Bytes of what it was given, of buffers and of generators."""
+        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values(), *self.draws.values()))
 
     def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
         """Yield its tensors by their keys in a record, where it is the call of this number."""
-        of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen), ("before", self.buffers))
-        for kind, tensors in of:
+        of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen))
+        for kind, tensors in (*of, ("before", self.buffers), ("draw", self.draws)):
             yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
 
     def recorded(self, trains: Collection[str]) -> RecordedCall:

@@ -18,6 +18,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from prepkit.auditing.window import called_first
 from prepkit.config import ClipNorm, ClipValue
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts.loop import LoopState
@@ -25,10 +26,12 @@ from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
 from prepkit.objects import names
 from prepkit.proving.hooks import heard
+from prepkit.proving.other_rank import itself
 from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.replay import HALF
+from prepkit.proving.steppers import alive_optimizers, given_to
 from prepkit.ranks.world import RankZeroFailed, world
 from prepkit.rules import due
 from prepkit.rules.rule import Moment, answers
@@ -54,7 +57,7 @@ class Elsewhere(Mapping[str, Tensor]):
         if key in self.here:
             return self.here[key]
         shape, dtype = self.kinds[key]
-        with _disable_current_modes():  # ``replay.Alone`` forbids collectives, and this one is answered
+        with _disable_current_modes(), itself():  # ``Alone`` forbids collectives, and this one is answered
             world().from_first((self.rank, key))
             return _sent(self.rank, torch.empty(shape, dtype=dtype))
 
@@ -142,12 +145,16 @@ class Proving:
     """Windows that are still to be proven."""
     recorder: Recorder = field(init=False)
     _stack: ExitStack = field(factory=ExitStack, init=False)
+    _calls: ExitStack = field(factory=ExitStack, init=False)
+    """What hears of calls of any module, which ends with the step; hooks of a step cannot go inside of it."""
     _known: tuple[int, ...] = field(init=False)
     """Hooks of the root's forward that were there when the model was prepared."""
     _first: int = field(default=-1, init=False)
     """The recorder's hook before the root's forward."""
     _ahead: tuple[int, ...] = field(default=(), init=False)
     """Hooks that came before that, as they were put there later."""
+    _beside: dict[int, nn.Module] = field(factory=dict, init=False)
+    """Modules that train and were called from outside of any other, the root among them."""
     _over: bool = field(default=False, init=False)
     """Whether a window of a loop of the program's own was proven, inside of its step, where no hook can go."""
 
@@ -168,9 +175,26 @@ class Proving:
             when_done=self.by_hand,
         )
         self._over, before = False, set(self.ready.model._forward_pre_hooks)
+        self._beside.clear()
         self._stack.enter_context(self.recorder.on())
+        self._calls.enter_context(called_first(heard(self._hears, self.recorder.fails)))
         self._first = next((one for one in self.ready.model._forward_pre_hooks if one not in before), -1)
         self.ready.loop.proven = self.window
+
+    def _hears(self, module: nn.Module, *_: Any) -> None:
+        if torch.is_grad_enabled() and any(param.requires_grad for param in module.parameters()):
+            self._beside[id(module)] = module
+
+    def _outside(self) -> Iterator[str]:
+        """Yield what is called beside the model of the plan and stepped by an optimizer that is none of its own."""
+        mine = {id(param) for param in self.ready.model.parameters()}
+        trained = [(one, {id(param) for param in one.parameters()}) for one in self._beside.values()]
+        others = [(one, own) for one, own in trained if own.isdisjoint(mine)]
+        held = {id(param) for one in alive_optimizers() for param in given_to(one)} if others else set()
+        for one, own in others:
+            if not own.isdisjoint(held):
+                said = f"`{type(one).__name__}` trains beside the model of the plan, by an optimizer of its own"
+                yield f"{said}: nothing of it was proven"
 
     def window(self, ended: LoopState) -> None:
         """A window has ended. Collective: proves what was recorded, and reports it as any other rule.
@@ -207,7 +231,8 @@ class Proving:
         self._tells(proof)
 
     def _note_ahead(self) -> None:
-        """Takes note of what was put before the recorder, which has heard what it gives."""
+        """Takes note of what was put before the recorder, which has heard what it gives; nothing more is called."""
+        self._calls.close()
         hooks = self.ready.model._forward_pre_hooks
         self._ahead = tuple(takewhile(lambda one: one != self._first, hooks)) if self._first in hooks else ()
 
@@ -227,6 +252,8 @@ class Proving:
         ranks, recorder = world(), self.recorder
         norm = self.ready.grad_norm
         recorder.clipped_at(norm)
+        for told in self._outside():
+            recorder.tell(told)
         record = heard(recorder.record, recorder.fails)() if recorder.stepped else None
         said = recorder.given_up or ("" if record else "no optimizer has stepped what the model trains")
         every = ranks.gather(said)
@@ -240,6 +267,7 @@ class Proving:
 
     def end(self) -> None:
         """Takes hooks off, and says so if a window was never complete, unless the run fails."""
+        self._calls.close()
         self._stack.close()
         if self.left and not self._over and sys.exc_info()[1] is None:
             self.left, recorder = 0, self.recorder

@@ -14,6 +14,7 @@ from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.findings.text import count
 from prepkit.plan.attestation import Attestation
+from prepkit.proving.draws import as_before
 from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import Record, read
 from prepkit.proving.replay import MEMORY, Replay, replayed
@@ -98,7 +99,8 @@ def prove_record(
     begun = time.perf_counter()
     window = Replay(model=model, records=records, limit=limit, hooked=hooked, late=late)
     try:
-        facts = replayed(window)
+        with as_before():
+            facts = replayed(window)
     except CannotReplay as why:
         facts = ProofFacts(world=len(records), shares=(), unproven=str(why))
     return evolve(found_in(facts), seconds=time.perf_counter() - begun, held=window.held)

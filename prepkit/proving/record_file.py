@@ -219,8 +219,18 @@ class Head:
     lines: tuple[str, ...] = ()
     """Where the program went backward and stepped, as ``train.py:31``."""
     limits: tuple[str, ...] = ()
+    ran_as: int | None = None
+    """Its rank in the run, which the program may ask for; None: as ``rank``, which counts those that are proven
+    together."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """What a launcher had told it about itself, as ``RANK``."""
     trace: tuple[Traced, ...] = ()
     """Outputs in the order in which they were computed; empty: nobody asked for them."""
+
+    @property
+    def asked(self) -> int:
+        """What the program got that asked for its rank."""
+        return self.rank if self.ran_as is None else self.ran_as
 
 
 @frozen(eq=False)

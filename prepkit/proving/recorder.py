@@ -172,14 +172,15 @@ class Recorder(Turns):
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
         for told in bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others)):
             self.tell(told)
-        engine = engine_of(self.root)
+        engine, copies = engine_of(self.root), self._strange and not self._held.optimizers
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self.around.scale
-        clip, copies = self._clips.seen(len(self._micros)), self._strange and not self._held.optimizers
+        clip = self._clips.seen(len(self._micros))
         known = self.accumulation or known_accumulation(self._told, engine, self._micros)
         if engine is not None and clip is None and engine.gradient_clipping():
             clip = clip_of(engine)
         head = Head(
             rank=world().rank,
+            variables=self.variables,
             world=world().size,
             calls=tuple(call.recorded(self._trains) for call in self._calls),
             micros=tuple(self._micros),

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prepkit.facts.proof import GradientProof, ProofFacts
 from prepkit.findings.text import some
 from prepkit.objects import names
-from prepkit.proving import bare, tree
+from prepkit.proving import bare, draws, tree
 from prepkit.proving.apart import (
     averaged_later,
     buffers_apart,
     changed_later,
+    disturbed_of,
+    had_gradient,
     loss_shares,
+    lowest,
+    meant,
     miscounted,
     number_of,
     odd_calls,
@@ -29,17 +32,18 @@ from prepkit.proving.apart import (
     read,
     same_draws,
     same_samples,
+    shrunk,
     state_apart,
     undone_later,
     weight_of,
     weights_apart,
 )
+from prepkit.proving.other_rank import Alone, standing_for
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
-from prepkit.proving.record_file import Disturbed, Record
+from prepkit.proving.record_file import Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
-from prepkit.ranks.world import world
 
 HALF = ("bfloat16", "float16")
 DISTURBED = (
@@ -51,6 +55,8 @@ MEASURED = 64
 """This part of what rounding does, as two replays tell, is allowed beside it: by what 33 right runs were off."""
 CLAMPED = 2.0**-8
 """By which part an element that was clipped by value may be off it: rounding in bfloat16."""
+
+BY_RANK = "the forward asks for its rank, and computes by it: each call was replayed as on the rank that made it"
 
 Shares = tuple[dict[str, Tensor], ...]
 """Gradients by name, or some elements of each, of every share of a window."""
@@ -88,6 +94,8 @@ class Replay:
     """Ranks of which a forward has drawn from torch's generator."""
     cuts: dict[str, str] | None = None
     """As of ``Streamed``."""
+    told: bool = False
+    """Whether a forward that asks for its rank gets the answer of the rank that made the call; else of this process."""
 
     @property
     def most(self) -> int:
@@ -143,7 +151,7 @@ def replayed(window: Replay) -> ProofFacts:
     Raises ``CannotReplay`` for what cannot be put together or run again.
     """
     records = window.records
-    first, disturbed = records[0].head, _disturbed(records)
+    first, disturbed = records[0].head, disturbed_of(records)
     limits = list(dict.fromkeys(limit for one in records for limit in one.head.limits))
     if disturbed.idle:
         return ProofFacts(world=first.world, shares=(), idle=True, lines=first.lines)
@@ -152,36 +160,35 @@ def replayed(window: Replay) -> ProofFacts:
         raise CannotReplay(why)
     apart = tuple(weights_apart(records))
     spoiled = disturbed.moved or disturbed.left or disturbed.swung  # what is recorded does not explain it
-    reference, rounded, more = _twice(window)
     unlike = _unlike(window.streamed(torch.float32)[0], records)
     held = {one.name for record in records for one in record.head.params if one.trained and one.group is not None}
-    eps = torch.finfo(getattr(torch, _lowest(records, "dtype"))).eps
+    eps = torch.finfo(getattr(torch, lowest(records, "dtype"))).eps
     buffers = tuple(buffers_apart(records)) if first.fresh else ()
     begun_apart = buffers or any(ranks for _, ranks, _ in apart)  # which explains other outputs
-    exact, again = window.outputs[-2:]
-    outputs = OutputsTold() if unlike or spoiled or begun_apart else compared(records, (exact, again), eps)
+    window, done = _done(window, eps, compares=not (unlike or spoiled or begun_apart))
+    outputs = done.outputs
     hooked = tuple(name for name in window.hooked if name in held)
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
-    idle = [name for name in judged if name in window.used - window.reached and not _had_gradient(records, name)]
-    more += tuple(_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
+    idle = [name for name in judged if name in window.used - window.reached and not had_gradient(records, name)]
+    more = (*done.more, *_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
     after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
     return ProofFacts(
         world=first.world,
         shares=loss_shares(records, window.reached_by),
-        gradients=tuple(_compared(name, window, reference, rounded) for name in judged),
+        gradients=tuple(_compared(name, window, done.reference, done.rounded) for name in judged),
         steps=steps,
-        dtype=_lowest(records, "dtype"),
-        eps=max(eps / MEASURED, torch.finfo(getattr(torch, _lowest(records, "sent"))).eps),
+        dtype=lowest(records, "dtype"),
+        eps=max(eps / MEASURED, torch.finfo(getattr(torch, lowest(records, "sent"))).eps),
         scale=first.scale,
         accumulation=first.accumulation,
         divides=first.divides,
         clip=evolve(first.clip, beyond=True) if first.clip is not None and hooked else first.clip,
-        shrunk=_shrunk(records),
+        shrunk=shrunk(records),
         buffers_apart=buffers,
         **{name: getattr(disturbed, name) for name in DISTURBED},
-        unreached=tuple(name for name in sorted(held - window.reached) if _had_gradient(records, name)),
+        unreached=tuple(name for name in sorted(held - window.reached) if had_gradient(records, name)),
         cut_off=tuple(idle),
         cut=tuple(_cut(window, idle)) if idle else (),
         over=tuple(name for name in judged if _is_over(window, name)),
@@ -200,7 +207,7 @@ def replayed(window: Replay) -> ProofFacts:
         lines=first.lines,
         outputs=outputs.changed,
         **{name: getattr(outputs, name) for name in ("unrepeated", "unrepeated_on")},
-        limits=(*limits, *more, *unlike, *_meant(records), *odd_calls(records), *((no_step,) if no_step else ())),
+        limits=(*limits, *more, *unlike, *meant(records), *odd_calls(records), *((no_step,) if no_step else ())),
     )
 
 
@@ -222,38 +229,53 @@ def _left_out(window: Replay, aside: str, hooked: tuple[str, ...], *, some_eleme
         yield f"of each gradient {window.most:,} elements were compared, as many as memory holds"
 
 
-def _disturbed(records: tuple[Record, ...]) -> Disturbed:
-    """Of any rank."""
-    every = [record.head.disturbed for record in records]
+@frozen(eq=False, kw_only=True)
+class _Done:
+    """What two replays have come to."""
 
-    def names_of(kind: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for one in every for name in getattr(one, kind)))
+    reference: Shares
+    rounded: Shares
+    more: tuple[str, ...]
+    """What has to be told of them."""
+    outputs: OutputsTold
 
-    return Disturbed(
-        unproven=next((one.unproven for one in every if one.unproven), ""),
-        moved=names_of("moved"),
-        swung=any(one.swung for one in every),
-        left=names_of("left"),
-        kept=names_of("kept"),
-        twice=any(one.twice for one in every),
-        outside=names_of("outside"),
-        beside=names_of("beside"),
-        wrapper=next((one.wrapper for one in every if one.wrapper), ""),
-        raw=any(one.raw for one in every),
-        cleared=max(one.cleared for one in every),
-        wasted=min(one.wasted for one in every),
-        unstepped=names_of("unstepped"),
-        detached=names_of("detached"),
-        idle=any(one.idle for one in every),
-        asked=any(one.asked for one in every),
-        doubled=names_of("doubled"),
-        averages=next((one.averages for one in every if one.averages), ""),
-    )
+    @property
+    def repeats(self) -> bool:
+        """Whether the model gives again what it gave."""
+        return not (self.outputs.unrepeated or self.outputs.changed)
+
+
+def _done(window: Replay, eps: float, *, compares: bool) -> tuple[Replay, _Done]:
+    """The replays, and the window as they leave it; where they do not repeat, each call on its own rank, if that does.
+
+    ``compares``: whether outputs say anything.
+    """
+
+    def made(one: Replay) -> _Done:
+        reference, rounded, more = _twice(one)
+        found = compared(one.records, (one.outputs[-2], one.outputs[-1]), eps) if compares else OutputsTold()
+        return _Done(reference=reference, rounded=rounded, more=more, outputs=found)
+
+    fresh: dict[str, Any] = {"outputs": [], "reached": set(), "used": set(), "reached_by": [], "draw": set()}
+    told, first, failed = evolve(window, **fresh, told=True), None, None
+    try:
+        first = made(window)
+    except CannotReplay as error:
+        failed = error
+    if len(window.records) > 1 and not (first is not None and first.repeats):
+        with suppress(CannotReplay):
+            if (second := made(told)).repeats:
+                window.held = told.held
+                return told, evolve(second, more=(*second.more, BY_RANK))
+    if first is None:
+        assert failed is not None, "it was done, or it was not"
+        raise failed
+    return window, first
 
 
 def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
     """The shares in float64, and again in the run's dtype; and what has to be told of that."""
-    dtype = _lowest(window.records, "dtype")
+    dtype = lowest(window.records, "dtype")
     told: tuple[str, ...] = ()
     try:
         try:
@@ -270,18 +292,6 @@ def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
         window.outputs[-2], exact = window.outputs[-1], rounded
         told = (f"{far} in float64, and in {dtype} as it was: {dtype} is compared",)
     return exact, rounded, told
-
-
-def _lowest(records: tuple[Record, ...], kind: str) -> str:
-    """The coarsest floating dtype of any rank."""
-    every: list[str] = [getattr(record.head, kind) for record in records]
-    return max(every, key=lambda name: torch.finfo(getattr(torch, name)).eps)
-
-
-def _shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:
-    clips = [record.head.clip for record in records]
-    found = [min(1.0, one.most / (one.seen + 1e-6)) for one in clips if one is not None and one.seen is not None]
-    return tuple(found) if len(found) == len(clips) else ()
 
 
 def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Shares:
@@ -313,12 +323,18 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
 
 
 def _put_back(model: nn.Module, record: Record, number: int) -> None:
-    """Gives buffers the values that they had when a call began: others may have changed them since the last one."""
+    """Gives buffers, and generators, what they had when a call began: others may have changed them since the last."""
+    begin = f"draw/{number}/"
+    draws.put_back(model, {key.removeprefix(begin): record.tensors[key] for key in _keys(record, begin)})
     for name, buffer in list(bare.named_buffers(model)):  # a forward may have put another tensor there
         for key in (f"before/{number}/{name}", f"buffer/{name}"):
             if key in record.tensors:
                 buffer.data = record.tensors[key].to(buffer.dtype, copy=True)
                 break
+
+
+def _keys(record: Record, begin: str) -> list[str]:
+    return [key for key in record.tensors if key.startswith(begin)]
 
 
 @frozen(eq=False)
@@ -331,24 +347,12 @@ class _Call:
     low: str | None
 
 
-class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Nobody answers a collective: the other ranks do something else. Raises ``CannotReplay``."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See torch."""
-        del types
-        if func.namespace in ("c10d", "_c10d_functional") and world().size > 1:
-            said = f"the model calls a collective of its own ({func.name()}) in its forward or backward"
-            raise CannotReplay(f"{said}, which one process cannot do again alone")
-        return func(*args, **(kwargs or {}))
-
-
 def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], window: Replay, made: _Call) -> None:
     """One call and its backward, from the gradients that arrived at its outputs; adds to the share."""
     record, number = made.record, made.number
     call = record.head.calls[number]
     begin = f"input/{number}/"
-    tensors = {key.removeprefix(begin): record.tensors[key] for key in record.tensors if key.startswith(begin)}
+    tensors = {key.removeprefix(begin): record.tensors[key] for key in _keys(record, begin)}
     torch.set_rng_state(tensors["rng"])
     dtype = next((one.dtype.to_real() for one in streamed.params.values()), torch.float32)
     cast = {key: _cast(one, dtype) for key, one in tensors.items()}
@@ -362,6 +366,8 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
     with ExitStack() as stack:
         for context in (*streamed.on(arrived), Alone()):  # type: ignore[no-untyped-call]
             stack.enter_context(context)
+        if window.told:
+            stack.enter_context(standing_for(record.head))
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
             outputs = list(tree.tensors_of(entered(*args, **kwargs)))
         if not torch.equal(torch.get_rng_state(), tensors["rng"]):
@@ -442,10 +448,6 @@ def _products(
     )
 
 
-def _had_gradient(records: tuple[Record, ...], name: str) -> bool:
-    return any(bool(record.tensors[f"grad/{name}"].any()) for record in records if f"grad/{name}" in record.tensors)
-
-
 def _not_clamped(window: Replay, shares: Tensor, got: list[Tensor]) -> Tensor:
     """1 for each element that is to be compared, 0 where a clipping by value explains what it is."""
     most = window.records[0].head.value or 0.0
@@ -470,14 +472,6 @@ def _decay(window: Replay, name: str) -> float:
     return float(json.loads(head.groups[group]).get("weight_decay") or 0.0) if group is not None else 0.0
 
 
-def _meant(records: tuple[Record, ...]) -> Iterator[str]:
-    every = [micro for record in records for micro in record.head.micros]
-    if any(micro.total and micro.tokens is None and not micro.count for micro in every):
-        given = any(micro.given for micro in every)
-        what = "a backward was given gradients" if given else "the loss is a sum that the program divides"
-        yield f"{what}: {'what they are' if given else 'by what'}, is taken as meant"
-
-
 def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
     """Why gradients cannot be compared."""
     given = [read(record) for record in records]
@@ -492,7 +486,7 @@ def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
         )
         and bare.drops(model),
         "weights were changed between two forwards and put back, as by an optimizer that perturbs them: gradients were "
-        "not compared": _disturbed(records).swung and not _disturbed(records).moved,
+        "not compared": disturbed_of(records).swung and not disturbed_of(records).moved,
         "no gradient arrived at an output of the model: gradients were not compared": not any(
             call.outputs for record in records for call in record.head.calls
         ),

@@ -204,7 +204,11 @@ def proven_stages(mine: list[Recorded], keep: str | None) -> Proof | None:
     with _folder(keep) as folder:
         home = folder / f"stage-{mates[0]}"
         head = evolve(
-            record.head, rank=mates.index(world().rank), world=len(mates), limits=(*record.head.limits, STAGES)
+            record.head,
+            rank=mates.index(world().rank),
+            ran_as=world().rank,
+            world=len(mates),
+            limits=(*record.head.limits, STAGES),
         )
         write(Record(head, record.tensors), home)
         world().meet()

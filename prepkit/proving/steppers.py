@@ -21,6 +21,7 @@ from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
 from prepkit.proving.hooks import Around, Next, keep_changed, with_gradients
+from prepkit.proving.other_rank import variables
 from prepkit.proving.record_file import Micro
 
 
@@ -257,6 +258,8 @@ class Turns:
     """Whether ``when_done`` waits until the next window goes forward, backward or steps."""
     family: list[Any] = field(init=False)
     """It, and one for each other model that is called beside this one and trains, where the root was not given."""
+    variables: tuple[tuple[str, str], ...] = field(factory=variables, init=False)
+    """As ``Head.variables``."""
     done: bool = field(default=False, init=False)
     ending: bool = field(default=False, init=False)
     """Whether ``when_done`` runs: what it raises ends the window."""

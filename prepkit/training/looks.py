@@ -297,9 +297,9 @@ class Looks:
         loop = evolve(self._loop(None, passes), streams=self.look.streams(own))
         return (*mixed, *findings_of((by_id()["run.orders-apart"],), RunFacts(loop=loop)))
 
-    def before_hand(self, optimizer: Optimizer) -> None:
-        """Warn of a step of somebody else's over the gradients of the one before."""
-        if self._last.again(optimizer):
+    def before_hand(self, optimizer: Optimizer | None) -> None:
+        """Warn of a step of somebody else's over the gradients of the one before; None: of an engine's."""
+        if optimizer is not None and self._last.again(optimizer):
             self.court.ask(Moment.STEP, RunFacts(restepped=type(optimizer).__name__))
 
     def before_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

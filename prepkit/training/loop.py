@@ -74,7 +74,7 @@ class Loop:
     """Asks on all ranks what is due before the optimizer acts."""
     after_engine_step: Callable[[], None] = lambda: None
     """Told that the engine has written weights by its own step."""
-    before_hand: Callable[[Optimizer], None] = lambda _: None
+    before_hand: Callable[[Optimizer | None], None] = lambda _: None
     """Asked before somebody else steps an optimizer of this run."""
     before_state: Callable[..., None] = lambda *_: None
     """Asked before an optimizer takes a state."""
@@ -428,6 +428,7 @@ class Loop:
             engine_steps=self.plan.engine_steps,
             stepped=lambda optimizer: _stepped(loop, optimizer),
             inner_stepped=lambda name: _inner_stepped(loop, name),
+            engine_stepped=lambda: _stepped(loop, None),
             cleared=lambda: _cleared(loop),
             before_state=self.before_state,
             before_weights=self.before_weights,
@@ -449,16 +450,17 @@ class Loop:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def stepped_by_hand(self, optimizer: Optimizer) -> None:
-        """Somebody else steps an optimizer of this run.
+    def stepped_by_hand(self, optimizer: Optimizer | None) -> None:
+        """Somebody else steps an optimizer of this run; None: calls the engine's own step.
 
-        Nothing is said where every learning rate is 0: so torch makes an optimizer's state
-        (``torch.distributed.checkpoint.state_dict._init_optim_state``).
+        Nothing is said where every rate is 0: so torch makes state (``checkpoint.state_dict._init_optim_state``).
         """
-        if not self.state.used and all(group.get("lr") == 0 for group in optimizer.param_groups):
+        groups = () if optimizer is None else optimizer.param_groups
+        if groups and not self.state.used and all(group.get("lr") == 0 for group in groups):
             return
+        averaged = optimizer is None or not averages_nothing(self.model, optimizer)
         scaled = self.scaler is None or self.scaler._scale is not None
-        self.do(events.SteppedByHand(averaged=not averages_nothing(self.model, optimizer), scaled=scaled))
+        self.do(events.SteppedByHand(averaged, scaled, call="optimizer.step()" if groups else "ready.model.step()"))
         if self.state.used:  # what it does not clear is found before the next backward
             self._marks.before_step()
             self._marks.after_step(ended=True)
@@ -469,7 +471,7 @@ def _heard(loop: weakref.ref[Loop], model: Module, averages: bool) -> None:
         own.happens(events.ForwardRan(torch.is_grad_enabled(), averages))
 
 
-def _stepped(loop: weakref.ref[Loop], optimizer: Optimizer) -> None:
+def _stepped(loop: weakref.ref[Loop], optimizer: Optimizer | None) -> None:
     if (own := loop()) is not None and not own._acting:
         own.stepped_by_hand(optimizer)
         own.before_hand(optimizer)

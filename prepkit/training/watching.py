@@ -1,4 +1,4 @@
-"""What others do to the optimizers of a run: their steps, ``zero_grad`` and loaded states, as they happen."""
+"""What others do to the optimizers of a run, or to its engine: steps, ``zero_grad`` and loaded states, when they do."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ class Removable(Protocol):
 
 
 @frozen(eq=False, repr=False)
-class ClearingGuard:
-    """An optimizer whose ``zero_grad`` asks first; torch has no hook for it. Neither pickled nor copied with it."""
+class Guard:
+    """An object of whose method somebody hears first; torch has no hook for it. Neither pickled nor copied with it."""
 
-    optimizer: Any
-    """Torch's, or DeepSpeed's."""
-    guard: Callable[..., None]
-    """What is its ``zero_grad`` now."""
+    owner: Any
+    """An optimizer of torch's or DeepSpeed's, or DeepSpeed's engine."""
+    method: str
+    guard: Callable[..., Any]
+    """What is the method now."""
 
     def remove(self) -> None:
-        """Put the optimizer's own back, unless somebody else has put another one there."""
-        if vars(self.optimizer).get("zero_grad") is self.guard:
-            del vars(self.optimizer)["zero_grad"]
+        """Put the object's own back, unless somebody else has put another one there."""
+        if vars(self.owner).get(self.method) is self.guard:
+            del vars(self.owner)[self.method]
 
 
-def guarded(optimizer: Any, before: Callable[[], None]) -> ClearingGuard:
-    """``optimizer.zero_grad`` calls ``before``, which may raise, and then does what it did."""
-    clear = optimizer.zero_grad
+def guarded(owner: Any, method: str, before: Callable[[], None]) -> Guard:
+    """The method calls ``before``, which may raise, and then does what it did."""
+    does = getattr(owner, method)
 
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
+    def guard(*args: Any, **kwargs: Any) -> Any:
         before()
-        clear(*args, **kwargs)
+        return does(*args, **kwargs)
 
-    vars(optimizer)["zero_grad"] = zero_grad
-    return ClearingGuard(optimizer, zero_grad)
+    vars(owner)[method] = guard
+    return Guard(owner, method, guard)
 
 
 @define(eq=False, repr=False)
@@ -99,6 +100,7 @@ def watched(
     engine_steps: bool,
     stepped: Callable[[Optimizer], None],
     inner_stepped: Callable[[str], None],
+    engine_stepped: Callable[[], None],
     cleared: Callable[[], None],
     before_state: Callable[..., None],
     before_weights: Callable[..., None],
@@ -111,8 +113,8 @@ def watched(
         hooks.append(model.register_load_state_dict_pre_hook(before_weights))  # type: ignore[no-untyped-call]
     hooks += [InnerSteps(one, inner_stepped) for one in optimizers if keeps_masters(one)]
     clearing = [one for one in optimizers if hasattr(one, "zero_grad")]  # ZeRO-3's may clear nothing
-    hooks += [guarded(optimizer, cleared) for optimizer in clearing]
-    return hooks
+    hooks += [guarded(optimizer, "zero_grad", cleared) for optimizer in clearing]
+    return [*hooks, guarded(model, "step", engine_stepped)] if engine_steps else hooks
 
 
 def averages_nothing(model: Any, optimizer: Optimizer) -> bool:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -102,6 +104,41 @@ def test_what_travels_at_once_and_what_is_asked_for_prove_the_same(gang2: Any) -
         at_once, asked, both = (gang2.run(asked_for, RUNS[name], size) for size in (1 << 20, 0, 900))
         assert "0.500 x" in at_once[1][2]
         assert at_once == asked == both
+
+
+class Asks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(12, 300), nn.Linear(300, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.enter(x) * (1 + dist.get_rank())))
+
+
+def asking(rank: int, world: int, engine: Any, wrong: float) -> tuple[list[str], str]:
+    """A window of a model that asks for its rank; its record travels when it is asked for."""
+    torch.manual_seed(0)
+    ready = pk.apply(pk.build_plan(evolve(CFG, engine=engine, clip=None), Asks()), prove=1)
+    refused = ""
+    with patch.object(live, "AT_ONCE", 0):
+        try:
+            for batch in micros(2):
+                ready.backward(loss_of(ready.model, batch) / wrong)
+                ready.step()
+        except RunRefused as error:
+            refused = str(error)
+    found = [one.what for one in told_of(ready) if one.severity is not Severity.NOTE or "asks for its rank" in one.what]
+    ready.close()
+    return found, refused
+
+
+@pytest.mark.parametrize("engine", [c.DDP(), c.FSDP2()], ids=["DDP", "FSDP2"])
+def test_a_forward_that_asks_for_its_rank_is_replayed_with_the_answer_of_each_rank(gang2: Any, engine: Any) -> None:
+    for found, refused in gang2.run(asking, engine, 1.0):
+        assert (len(found), refused) == (1, "")
+        assert "each call was replayed as on the rank that made it" in found[0]
+    for _, refused in gang2.run(asking, engine, 2.0):
+        assert "0.500 x" in refused
 
 
 def test_one_process_is_proven_too() -> None:
@@ -242,20 +279,66 @@ def test_what_cannot_be_recorded_is_told_and_the_run_goes_on_as_it_would(fails: 
     assert all(map(torch.equal, ready.model.parameters(), plain.model.parameters()))
 
 
-class Unrepeated(nn.Module):
-    """Its forward depends on more than its weights, its buffers and torch's generator."""
+class Noise:
+    """What a program keeps its generator in."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, drawn: Any) -> None:
+        self.drawn = [drawn]
+
+    def __call__(self) -> float:
+        return float(self.drawn[0].random())
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "python": lambda: random.Random(3),
+    **{
+        f"numpy, {kind.__name__}": lambda kind=kind: numpy.random.Generator(kind(3))
+        for kind in (numpy.random.PCG64, numpy.random.MT19937, numpy.random.Philox, numpy.random.SFC64)
+    },
+    "numpy, RandomState": lambda: numpy.random.RandomState(3),
+    "torch, shared": lambda: torch.Generator().manual_seed(3),
+    "python, inside of an object": lambda: Noise(random.Random(3)),
+    "python's, of the process": lambda: random,
+    "numpy's, of the process": lambda: numpy.random,
+    "torch's, of the process": lambda: torch.default_generator,
+    "numpy's, held": lambda: numpy.random.mtrand._rand,
+}
+
+
+class Draws(nn.Module):
+    """Its forward draws from generators of its own, or of the process."""
+
+    def __init__(self, drawn: Any) -> None:
         super().__init__()
-        self.layer, self.kind, self.calls = nn.Linear(4, 4), kind, 0
-        self.own = torch.Generator().manual_seed(3)
+        self.layer, self.drop, self.drawn = nn.Linear(4, 4), nn.Dropout(0.5), drawn
+        self.inner = nn.Identity()
+        self.inner.drawn = drawn
+
+    def number(self) -> float:
+        match self.drawn:
+            case torch.Generator():
+                more = torch.rand((), generator=self.inner.drawn)
+                return float(torch.rand((), generator=self.drawn)) + float(more)
+            case Noise():
+                return self.drawn()
+            case _:
+                return float(self.drawn.random()) if hasattr(self.drawn, "random") else float(self.drawn.rand())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.layer(x)) * (0.1 + self.number())
+
+
+class Counts(nn.Module):
+    """Its forward depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(4, 4), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        by = {"a counter": float(self.calls), "python's generator": random.random() + 0.1, "nothing": 1.0}
-        if self.kind == "a generator of its own":
-            return self.layer(x) * torch.rand(x.shape, generator=self.own)
-        return self.layer(x) * by[self.kind]
+        return self.layer(x) * self.calls
 
 
 def proven_alone(model: nn.Module, tripled: str = "") -> list[Finding]:
@@ -273,20 +356,33 @@ def proven_alone(model: nn.Module, tripled: str = "") -> list[Finding]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["a counter", "python's generator", "a generator of its own", "nothing"])
 @pytest.mark.filterwarnings("ignore:warning prove.unproven")
-def test_a_forward_that_does_not_repeat_is_the_limit_of_the_proof(kind: str) -> None:
-    random.seed(0)
-    torch.manual_seed(0)
-    model = Unrepeated(kind)
-    found = proven_alone(model)
-    told = [one for one in found if one.severity is not Severity.NOTE]
-    assert [one.rule for one in told] == [] if kind == "nothing" else ["prove.unproven"]
-    assert all("The forward does not repeat: output 0 of call " in one.what for one in told)
-    if kind == "a generator of its own":  # the replay has drawn from a copy
-        twin = torch.Generator().manual_seed(3)
-        torch.rand(2, 3, 4, generator=twin)
-        assert torch.equal(model.own.get_state(), twin.get_state())
+def test_a_forward_that_does_not_repeat_is_the_limit_of_the_proof() -> None:
+    told = [one for one in proven_alone(Counts()) if one.severity is not Severity.NOTE]
+    assert [one.rule for one in told] == ["prove.unproven"]
+    assert "The forward does not repeat: output 0 of call " in told[0].what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_forward_draws_is_drawn_again_and_the_generators_go_on_as_without_a_proof(kind: str) -> None:
+    def started() -> Draws:
+        for one in (random.seed, numpy.random.seed, torch.manual_seed):
+            one(0)
+        return Draws(KINDS[kind]())
+
+    model = started()
+    assert proven_alone(model) == []
+    found = [model.number(), random.random(), numpy.random.rand(), float(torch.rand(()))]
+    model = started()
+    for _ in range(2):
+        model(torch.zeros(3, 4))
+    assert found == [model.number(), random.random(), numpy.random.rand(), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_gradient_of_what_draws_is_told(kind: str) -> None:
+    with pytest.raises(RunRefused, match=r"`layer\.weight`\) are 3\.000 x"):
+        proven_alone(Draws(KINDS[kind]()), tripled="layer.weight")
 
 
 @pytest.mark.parametrize("planted", [False, True])
@@ -483,3 +579,44 @@ def test_several_optimizers_that_step_as_one_are_each_replayed() -> None:
         ready.step()
     assert not any("was not replayed" in one.what for one in told_of(ready))
     ready.close()
+
+
+def with_a_head(where: str) -> list[Finding]:
+    """A window of an encoder that was prepared, under a head, or beside something else, that the plan does not know."""
+    torch.manual_seed(0)
+    encoder, head = nn.Linear(4, 4), nn.Linear(4, 2)
+    outer = torch.optim.SGD(head.parameters(), lr=0.1) if where not in ("no optimizer", "frozen") else None
+    head.requires_grad_(where != "frozen")
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(), encoder, optimizer=optimizer), prove=1)
+    for _ in range(2):
+        hidden = ready.model(torch.randn(3, 4))
+        with torch.set_grad_enabled(where != "no graph"):
+            out = hidden if where == "not called" else head(hidden)
+        ready.backward((hidden.mean() if where == "no graph" else 0) + out.square().mean())
+        if where == "before":
+            outer.step()
+            outer.zero_grad()
+        ready.step()
+        if where == "behind":
+            outer.step()
+            outer.zero_grad()
+    found = told_of(ready)
+    ready.close()
+    assert nn.Module.__call__.__module__ == "torch.nn.modules.module"
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+    return found
+
+
+@pytest.mark.parametrize("where", ["before", "behind", "never", "no optimizer", "frozen", "no graph", "not called"])
+def test_what_trains_outside_of_the_plan_is_named_as_not_proven(where: str) -> None:
+    found = with_a_head(where)
+    assert {one.severity for one in found} <= {Severity.NOTE}
+    named = [one.what for one in found if "`Linear` trains beside the model of the plan" in one.what]
+    assert len(named) == (where in ("before", "behind", "never"))
+    assert len(found) == len(named)
+
+
+def test_a_loop_of_the_program_s_own_leaves_no_wrapper_of_calls_behind() -> None:
+    by_hand(2.0, windows=3, prove=2)
+    assert nn.Module.__call__.__name__ == "_wrapped_call_impl"

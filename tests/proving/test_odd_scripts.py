@@ -13,8 +13,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, safe_open, save_file
 from torch import nn
+from torch.utils.data import DataLoader
 
-from prepkit.auditing.script import audit_script
+from prepkit.auditing.script import audit_run, audit_script
 from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
@@ -28,6 +29,7 @@ from tests.proving.small import Small
 BEGIN = """
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -265,12 +267,16 @@ optimizer.step()
 
 
 @pytest.fixture(autouse=True)
-def alone() -> None:
-    """Gradients that other tests of this process have left are those of no model of a script."""
-    gc.collect()
-    for one in gc.get_objects():
-        if issubclass(type(one), nn.Parameter):
-            one.grad = None
+def others() -> list[Any]:
+    """What earlier cells of a notebook have left: a larger model with gradients, its optimizers, half a pass."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)))
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer = torch.optim.AdamW([*model.parameters(), *nn.Linear(5, 5).parameters()])
+    model[0] = nn.Linear(6, 6)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=2)
+    reads = iter(DataLoader(torch.ones(8, 6)))  # type: ignore[arg-type]  # a tensor is a data set too
+    next(reads)
+    return [model, optimizer, scheduler, reads]
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -286,6 +292,30 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert proof.audit is not None
     assert alone is not None
     assert proof.audit.findings == alone.findings, "a recorder changes nothing that an audit sees"
+
+
+def test_what_was_made_before_is_audited_where_the_program_uses_it() -> None:
+    """As where a cell of a notebook makes the model, and another one trains it."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+    teacher = nn.Linear(6, 3)
+    both = [torch.optim.AdamW(one.parameters()) for one in (model, teacher)]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(both[0], lambda _: 1.0)
+    reads = iter(DataLoader(torch.ones(8, 6)))  # type: ignore[arg-type]
+    next(reads)
+    model[0] = nn.Linear(6, 8)
+
+    def train() -> None:
+        x = next(reads)
+        (model(x) - teacher(x)).square().mean().backward()
+        both[0].step()
+        scheduler.step()
+
+    found = audit_run(train)
+    assert found is not None
+    assert "run.orphans" in {one.rule for one in found.findings}
+    facts = found.facts
+    assert [len(facts.optimizers), len(facts.loaders), facts.scheduler is not None] == [1, 1, True]
+    assert {name.partition(".")[0] for name in (one.name for one in facts.params)} >= {"0", "1"}
 
 
 def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: Path) -> None:
@@ -622,17 +652,12 @@ for _ in range(3):
 LOSS = "model(x).square().mean().backward()"
 CUT: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a detach": ("hidden = torch.tanh(self.enter(x)).detach()\nreturn self.head(hidden)", "detach() at", ("enter",)),
-    "no graph": (
-        "with torch.no_grad():\n    hidden = self.enter(x)\nreturn self.head(hidden)",
-        "no_grad() at",
-        ("enter",),
-    ),
     "its data": ("return self.head(torch.tanh(self.enter(x)).data)", "detach() at", ("enter",)),
     "a weight": ("return self.head(nn.functional.linear(x, self.enter.weight.detach()))", "detach() at", ("enter",)),
     "a gate": ("return self.head(self.enter(x) * torch.sigmoid(self.aside(x)).detach())", "detach() at", ("aside",)),
     "two": (
-        "with torch.no_grad():\n    aside = self.aside(x)\nreturn self.head(self.enter(x).detach() + aside)",
-        "no_grad() at",
+        "aside = self.aside(x).detach()\nreturn self.head(self.enter(x).detach() + aside)",
+        "detach() at",
         ("aside",),
     ),
 }
@@ -657,11 +682,49 @@ def test_a_layer_that_the_forward_cuts_off_is_warned_of_with_the_line_that_cuts(
         assert any(
             word in lines[int(number.split()[0]) - 1] for word in ("detach", ".data", "self.enter(x)", "self.aside(x)")
         )
-    (mine,) = [one for one in found if cuts in one.what]
+    (mine,) = [one for one in found if cuts in one.what and f"`{layers[0]}.weight`" in one.what]
     for layer in layers:
         assert f"`{layer}.weight`" in mine.what
     assert "head" not in "".join(one.what for one in found)
     assert len(found) == 1 + (name == "two")
+
+
+TEACHER = "with torch.no_grad():\n    wanted = self.aside(x)\nreturn self.head(self.enter(x) - wanted)"
+DECAYS = "optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)\n"
+ZEROS = "[setattr(one, 'grad', torch.zeros_like(one)) for one in model.aside.parameters()]\n"
+RESTS: dict[str, tuple[str, str]] = {
+    "a teacher": (TEACHER, ""),
+    "a teacher that would decay if it had a gradient": (TEACHER, DECAYS),
+    "one with zeros that nothing moves": (TEACHER, ZEROS),
+    "a body under a head": ("with torch.no_grad():\n    hidden = self.enter(x)\nreturn self.head(hidden)", DECAYS),
+    "a decorated call": (
+        "def still(x):\n    return self.aside(x)\nreturn self.head(self.enter(x) + torch.no_grad()(still)(x))",
+        DECAYS,
+    ),
+}
+"""A forward, and what is done once before it."""
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_what_no_grad_alone_holds_still_is_noted_as_plain_torch_leaves_it_too(tmp_path: Path, name: str) -> None:
+    forward, first = RESTS[name]
+    text = of_parts(forward).replace("for _ in range(3):", f"{first}for _ in range(3):")
+    proof = proved(tmp_path, text.replace("zero_grad()", "zero_grad(set_to_none=False)"))
+    assert told(proof) == []
+    assert proof is not None
+    (noted,) = [one.what for one in proof.findings if "leaves them as they are" in one.what]
+    layer = "enter" if name.startswith("a body") else "aside"
+    assert noted.startswith(f"The forward computes with `{layer}.weight`, `{layer}.bias` under no_grad() at train.py:")
+
+
+def test_what_no_grad_holds_and_the_step_decays_all_the_same_is_warned_of(tmp_path: Path) -> None:
+    text = of_parts(TEACHER).replace("for _ in range(3):", f"{DECAYS}{ZEROS}for _ in range(3):")
+    proof = proved(tmp_path, text.replace("zero_grad()", "zero_grad(set_to_none=False)"))
+    (found,) = told(proof)
+    assert found.startswith(
+        "prove.no-gradient: The loss is computed with `aside.weight`, `aside.bias`, and no_grad() at"
+    )
+    assert "plain torch gives no gradient, and moves nothing. Here the step moves them, over zeros." in found
 
 
 TARGET = "with torch.no_grad():\n    for one, other in zip(model.aside.parameters(), model.enter.parameters()):\n"

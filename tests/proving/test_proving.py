@@ -274,6 +274,88 @@ def test_a_script_with_accelerate_is_proven_in_one_line(
     assert (code == 0) == (not says)
 
 
+BY_RANK = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed import get_rank
+IMPORTS
+class Net(nn.Module):
+    def __init__(self, rank=None):
+        super().__init__()
+        self.layer, self.rank = nn.Linear(6, 3), rank
+    def forward(self, x):
+        return torch.tanh(self.layer(x) + ASKED)
+dist.is_initialized() or dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(5, 6) + dist.get_rank()
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    WRONGloss.backward()
+    optimizer.step()
+"""
+LIGHTNING = """
+import lightning, torch
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+    def training_step(self, batch, _):
+        assert self.trainer.world_size == 2
+        return torch.tanh(self.layer(batch) + ASKED).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+given = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, **given)
+trainer.fit(Module(), DataLoader(torch.randn(20, 6), 5))
+"""
+FABRIC = (
+    "from lightning.fabric import Fabric\nours = Fabric(accelerator='cpu', devices=2, strategy='ddp'); ours.launch()"
+)
+ACCELERATE = "from accelerate import Accelerator\nours = Accelerator(cpu=True)"
+ASKED: dict[str, tuple[str, str, str]] = {
+    "torch": (BY_RANK, "", "dist.get_rank()"),
+    "torch, by its name": (BY_RANK, "", "get_rank()"),
+    "a branch": (BY_RANK, "", "(x if get_rank() else 2 * x).mean()"),
+    "a group": (BY_RANK, "", "(dist.get_rank(dist.group.WORLD) if dist.get_backend() == 'gloo' else 5)"),
+    "a launcher": (BY_RANK, "", "int(os.environ['RANK'])"),
+    "a launcher, on its node": (BY_RANK, "", "int(os.environ['LOCAL_RANK'])"),
+    "accelerate": (BY_RANK, ACCELERATE, "ours.process_index"),
+    "accelerate, whether it is first": (BY_RANK, ACCELERATE, "(1 if ours.is_local_main_process else 2)"),
+    "fabric": (BY_RANK, FABRIC, "ours.global_rank"),
+    "lightning": (LIGHTNING, "", "self.global_rank"),
+    "lightning's trainer": (LIGHTNING, "", "(1 + self.trainer.local_rank)"),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_forward_that_asks_for_its_rank_is_told_that_of_the_rank_that_made_the_call(
+    tmp_path: Path, forked_torchrun: list[Ran], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    script, imports, asked = ASKED[name]
+    for needs in ("accelerate", "lightning"):
+        if needs in script + imports:
+            pytest.importorskip(needs)
+    text = script.replace("IMPORTS", imports).replace("ASKED", asked)
+    (tmp_path / "train.py").write_text(text.replace("WRONG", ""))
+    monkeypatch.chdir(tmp_path)
+    code = run("audit", "--prove", "--torchrun", "2", "train.py").exit_code
+    out = "".join(one.out for one in forked_torchrun)
+    assert "2 gradients, 2 steps: trained as plain torch trains it" in out, out + forked_torchrun[0].err[-3000:]
+    assert "the forward asks for its rank, and computes by it" in out
+    assert code == 0, out
+    if "WRONG" in text and not imports:
+        (tmp_path / "train.py").write_text(
+            text.replace("WRONG", "model.module.layer.bias.register_hook(lambda g: 3 * g); ")
+        )
+        assert run("audit", "--prove", "--torchrun", "2", "train.py").exit_code == 1
+
+
 IN_TURN = """
 import torch, torch.distributed as dist
 from torch import nn

@@ -297,6 +297,47 @@ def test_a_step_behind_zero_grad_is_refused_in_every_window(accumulation: int, b
     assert [window(ready, 0) for _ in range(accumulation)][-1], "the batch was left out, and its window begins anew"
 
 
+def by_the_engine(rank: int, world: int, stage: int) -> dict[str, list[str]]:
+    """What is told where the engine of DeepSpeed steps by its own method, by the place of the call."""
+    del world
+    lean()
+    found: dict[str, list[str]] = {}
+    for where, accumulation in (("before", 1), ("before", 2), ("behind", 1), ("instead", 1), ("own", 1), ("own", 2)):
+        ready = prepared(pk.DeepSpeed(stage=stage, micro_batch=2), accumulation=accumulation)
+        said = found[f"{where}, {accumulation}"] = []
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss = ready.model(batch(rank)).sum()
+                if where == "own":
+                    ready.model.backward(loss)
+                    ready.model.step()
+                    continue
+                ready.backward(loss)
+                if where == "behind":
+                    ready.step()
+                said.append(told(ready.model.step))
+                if where == "instead":
+                    break
+                if where == "before":
+                    ready.step()  # what was refused has changed nothing
+        said += [str(one.message) for one in heard if "loop." in str(one.message)]
+        ready.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_engine_that_is_stepped_beside_the_loop_is_told_by_the_name_of_that_call(gang2: Gang, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    for rank, found in enumerate(gang2.run(by_the_engine, stage, timeout=120)):
+        own, accumulates = found.pop("own, 1"), found.pop("own, 2")
+        assert own == [], "a loop of one's own, which the engine serves as always"
+        assert rank or "ready.model.step() was called and ready.backward(loss) never" in accumulates[0]
+        assert [len(said) for said in found.values()] == [2, 2, 2, 1]
+        for one in (one for said in found.values() for one in said):
+            assert "loop.stepped-by-hand at ready.model.step(): ready.model.step() was called after" in one
+
+
 def test_gradients_that_are_gone_at_the_end_of_a_later_window_are_missed() -> None:
     ready = prepared(pk.Single())
     window(ready, 0)

@@ -258,3 +258,80 @@ def two_backwards_behind_ddp(rank: int, world: int) -> list[str]:
 
 def test_gradients_that_ddp_lays_anew_in_a_forward_are_written_by_nobody_else(gang2: Gang) -> None:
     assert gang2.run(two_backwards_behind_ddp) == [[], []]
+
+
+def in_groups(optimizer: Any) -> Any:
+    return optimizer.param_groups
+
+
+def merged(optimizer: Any) -> None:
+    groups = in_groups(optimizer)
+    groups[:] = [{**groups[0], "params": [param for one in groups for param in one["params"]]}]
+
+
+def split(optimizer: Any) -> None:
+    groups = in_groups(optimizer)
+    groups[:] = [{**one, "params": [param]} for one in groups for param in one["params"]]
+
+
+def made_again(optimizer: Any) -> None:
+    optimizer.__init__([param for one in in_groups(optimizer) for param in one["params"]], lr=0.1)
+
+
+def moved_into_the_first(optimizer: Any) -> None:
+    first, second = in_groups(optimizer)
+    first["params"] += second["params"]
+    second["params"] = []
+
+
+def decay_scheduled(optimizer: Any) -> None:
+    for at, one in enumerate(in_groups(optimizer)):
+        one["weight_decay"] = 0.05 * (at == 0)
+
+
+REGROUPED: dict[str, tuple[Any, bool]] = {
+    "merged": (merged, True),
+    "made again": (made_again, True),
+    "moved": (moved_into_the_first, True),
+    "split": (split, False),
+    "in another order": (lambda one: in_groups(one).reverse(), False),
+    "one frozen": (lambda one: in_groups(one).pop(), False),
+    "one more": (lambda one: one.add_param_group({"params": [nn.Parameter(torch.ones(2))]}), False),
+    "a schedule of decay": (decay_scheduled, False),
+    "loaded": (lambda one: one.load_state_dict(one.state_dict()), False),
+    "another rate": (lambda one: in_groups(one)[0].update(lr=1.0), False),
+}
+"""What is done to an optimizer of two groups behind apply, and whether decay is lost by it."""
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("name", REGROUPED)
+def test_groups_that_have_become_one_behind_apply_are_told(name: str, at: int) -> None:
+    change, lost = REGROUPED[name]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    by = [[one for one in model.parameters() if (one.ndim > 1) == decays] for decays in (True, False)]
+    given = [{"params": one, "weight_decay": decay} for one, decay in zip(by, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(given, lr=0.1)
+    ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for step in range(4):
+            if step == at:
+                change(ready.optimizer)
+            ready.backward(ready.model(torch.randn(3, 4)).square().mean())
+            ready.step()
+    said = [str(one.message) for one in heard if "run.drift-options" in str(one.message)]
+    assert len(said) == lost
+    assert all("0.1 for `0.weight`, `1.weight` and 0.0 for `0.bias`, `1.bias` as weight_decay" in one for one in said)
+
+
+def test_groups_of_rates_alone_may_become_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD([{"params": one.parameters(), "lr": 0.1 / (1 + at)} for at, one in enumerate(model)])
+    ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer))
+    merged(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ready.backward(ready.model(torch.randn(3, 4)).square().mean())
+        ready.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.weak import TensorWeakRef
 
 from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
+from prepkit.facts.window import Groups
 from prepkit.findings.text import spans
 from prepkit.objects.deepspeed import stepped
 from prepkit.objects.joint_optimizer import held
@@ -32,6 +33,9 @@ MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 
 BY_BATCH = ("WarmupDecayLR", "WarmupCosineLR")
 """Schedulers of DeepSpeed that an engine ticks with each of its steps until their end."""
+
+RATES = ("lr", "initial_lr", "foreach", "fused", "capturable", "differentiable", "name")
+"""Options of a group that a schedule sets, or that change nothing of what is to come."""
 
 KEEP_STATE = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adafactor", "Adadelta")
 """Optimizers of torch that have state of every parameter from their first step on, and none before; SGD with momentum
@@ -207,6 +211,16 @@ def options(optimizers: Iterable[Any]) -> dict[str, object]:
             if _is_plain(plain):
                 found[f"{key} of group {at}"] = float(f"{plain:.7g}") if isinstance(plain, float) else plain
     return found
+
+
+def grouped(optimizers: Iterable[Any], first: Mapping[int, str]) -> Groups:
+    """Each group with its parameters and its options but for rates; ``first``: names by identity, of others none."""
+    found = []
+    for group in (group for one in optimizers for group in inner(one).param_groups):
+        held = tuple(first[id(param)] for param in group["params"] if id(param) in first)
+        said = {key: value for key, value in group.items() if key not in RATES and _is_plain(value)}
+        found.append((held, tuple((key, str(value)) for key, value in sorted(said.items()))))
+    return tuple(found)
 
 
 def _is_plain(value: object) -> bool:

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import DDPFacts, LoopFacts, RunFacts, RunningFacts, RunningParam
-from prepkit.facts.window import SharersFacts
+from prepkit.facts.window import CourseFacts, Groups, SharersFacts
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
 from prepkit.objects.local_part import local
@@ -27,7 +27,7 @@ from prepkit.observe.model import dtype_name
 from prepkit.observe.prepared.averaging import ddp_state
 from prepkit.observe.prepared.gradients import Gradient, gradients, judged, replicas, rows
 from prepkit.observe.prepared.modules import drops, generator
-from prepkit.observe.prepared.optimizers import options, short_digest, unlike
+from prepkit.observe.prepared.optimizers import grouped, options, short_digest, unlike
 from prepkit.observe.prepared.ranks import other_values
 from prepkit.observe.prepared.reading import digest_of
 from prepkit.plan import Plan
@@ -59,6 +59,8 @@ class StepLook:
     """Whether the weights in the model are copies, which DeepSpeed makes anew from its own in each step."""
     _written: int = field(init=False)
     """How often trained weights had been written in place when the engine had last stepped."""
+    _groups: Groups = field(init=False)
+    """Those of the optimizers, with their options."""
     _entered: tuple[Any, float] = field(default=(None, 0.0), init=False)
     """What the last forward was given, and the state of the generator then, where ranks share layers."""
 
@@ -69,6 +71,7 @@ class StepLook:
         }
         self.sharded = tuple(param for param in found.values() if isinstance(param, DTensor) and param.requires_grad)
         self._masters = any(keeps_masters(one) for one in self.optimizers)
+        self._groups = grouped(self.optimizers, self.known())
         self.settle()
 
     def settle(self) -> None:
@@ -111,7 +114,8 @@ class StepLook:
             params=tuple(
                 RunningParam(name=name, dtype=one.dtype, device="", requires_grad=one.trained)
                 for name, one in self._stood.items()
-            )
+            ),
+            course=CourseFacts(groups=self._groups),
         )
         now = RunningFacts(
             params=tuple(
@@ -127,7 +131,8 @@ class StepLook:
                     awaited=waits,
                 )
                 for name, param in found.items()
-            )
+            ),
+            course=CourseFacts(groups=grouped(self.optimizers, self.known())),
         )
         return evolve(self.overwritten(), running=((before, now),), ddp=ddp)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from math import isclose
 
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam
-from prepkit.facts.window import CourseFacts
+from prepkit.facts.window import CourseFacts, Groups
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some
 from prepkit.plan.layout import itemsize
@@ -49,6 +49,26 @@ def _options(facts: RunFacts) -> Iterator[Hit]:
     for _, now in _pairs(facts):
         for name, old, new in now.altered:
             yield Hit(name, f"It is {new} since the last look, and was {old}.")
+    for before, now in _pairs(facts):
+        yield from _merged(before.groups, now.groups)
+
+
+_GROUPS = "Leave parameters in the groups that the optimizer was made with; nothing, where they are to be one."
+
+
+def _merged(before: Groups, now: Groups) -> Iterator[Hit]:
+    """Groups in which parameters stand together that had other options, as where all are given one decay."""
+    had = {name: dict(options) for names, options in before for name in names}
+    for index, (names, _) in enumerate(now):
+        known = [name for name in names if name in had]
+        for key in dict.fromkeys(key for name in known for key in had[name]):
+            by: dict[str, list[str]] = {}
+            for name in known:
+                by.setdefault(had[name].get(key, "none"), []).append(name)
+            if len(by) > 1:
+                each = " and ".join(f"{value} for {some(held)}" for value, held in by.items())
+                what = f"It holds parameters of several groups, which had {each} as {key}, and have one by now"
+                yield Hit(f"optimizer.param_groups[{index}]", f"{what}.", _GROUPS)
 
 
 def _steps(seen: CourseFacts) -> int:
@@ -106,12 +126,14 @@ def _unstepped(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("optimizer", what)
 
 
-def _rule(name: str, summary: str, check: object, fix: str, severity: Severity, *source: str) -> Rule:
+def _rule(
+    name: str, summary: str, check: object, fix: str, severity: Severity, *source: str, also: tuple[Moment, ...] = ()
+) -> Rule:
     return Rule(
         id=f"run.drift-{name}",
         summary=summary,
         check=check,  # type: ignore[arg-type]  # each is one
-        at=(Moment.DRIFT,),
+        at=(*also, Moment.DRIFT),
         needs=(Need.BEFORE, Need.OPTIMIZERS),
         fix=fix,
         severity=severity,
@@ -143,10 +165,11 @@ _DRIFT_COURSE: tuple[Rule, ...] = (
     ),
     _rule(
         "options",
-        "Options of an optimizer stay what they were, unless something moves them all the time.",
+        "Options of an optimizer stay what they were, unless something moves them all the time, and groups stay apart.",
         _options,
         "Drop the line that writes into param_groups; nothing, where it is meant.",
         Severity.WARNING,
+        also=(Moment.DUE,),
     ),
     _rule(
         "still",

@@ -22,14 +22,17 @@ _CALLS: dict[type, str] = {
     events.EvaluationEntered: "ready.evaluating()",
     events.ForwardRan: "ready.model(...)",
     events.Cleared: "optimizer.zero_grad()",
-    events.SteppedByHand: "optimizer.step()",
 }
 INSTEAD = "write ready.backward(loss) and ready.step() in the place of loss.backward() and optimizer.step()"
 
 
 def called(event: Any) -> str:
     """The call that made an event, as a user types it."""
-    return event.call if isinstance(event, events.Called) else _CALLS.get(type(event), type(event).__name__)
+    return (
+        event.call
+        if isinstance(event, events.Called | events.SteppedByHand)
+        else _CALLS.get(type(event), type(event).__name__)
+    )
 
 
 def _hit(turn: Turn, what: str, fix: str = "") -> tuple[Hit, ...]:
@@ -367,7 +370,7 @@ def stepped_by_hand(turn: Turn) -> tuple[Hit, ...]:
         return _NONE
     plan = turn.plan
     whole = plan.accumulation == 1 and not (plan.engine_steps or plan.clips or plan.loss_scaled or plan.ticks)
-    hit = Hit(called(turn.event), "optimizer.step() was called after ready.backward().")
+    hit = Hit(called(turn.event), f"{called(turn.event)} was called after ready.backward().")
     return (evolve(hit, milder=whole and turn.event.averaged and not turn.state.weighed),)
 
 
@@ -400,7 +403,7 @@ def own_loop_left_out(turn: Turn) -> tuple[Hit, ...]:
     if plan.accumulation > 1:
         change = "leave out global_batch" if plan.global_batch else "write Config(accumulation=1)"
         left[f"one step for {plan.accumulation} micro-batches"] = change
-    if plan.clips:
+    if plan.clips and not plan.engine_steps:  # which clips
         left[f"clipping by {plan.clips}"] = "write Config(clip=None)"
     if not turn.event.scaled:
         left["the loss scale of float16"] = "call ready.scaler.scale(loss) and ready.scaler.step(optimizer)"
@@ -408,8 +411,8 @@ def own_loop_left_out(turn: Turn) -> tuple[Hit, ...]:
         return _NONE
     return _hit(
         turn,
-        "optimizer.step() was called and ready.backward(loss) never, so that what the plan gives to ready.backward() "
-        f"and ready.step() is not done: {'; '.join(left)}.",
+        f"{called(turn.event)} was called and ready.backward(loss) never, so that what the plan gives to "
+        f"ready.backward() and ready.step() is not done: {'; '.join(left)}.",
         f"{INSTEAD[0].upper()}{INSTEAD[1:]}; for a loop of your own, which does that itself, "
         f"{' and '.join(left.values())}.",
     )

@@ -39,6 +39,10 @@ _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by t
 _CUT = (
     "Drop what cuts it; where it is meant, say so by requires_grad_(False), and give the optimizer what trains alone."
 )
+_MOVED = (
+    "Say so by requires_grad_(False), and give the optimizer what trains alone: decay and momentum go on over a "
+    "gradient of zeros, as an engine or zero_grad(set_to_none=False) leaves one."
+)
 _REACHES = "Look for a .detach() or a no_grad() between the model and its loss."
 _BEHIND = "Call zero_grad() behind step(), or before the backward."
 _WRAP = (
@@ -190,17 +194,33 @@ def no_gradient(facts: ProofFacts) -> Iterator[Hit]:
             said = f"{count(len(names), 'parameter')} had {had} when the optimizer stepped"
             what = f"{said}, and should have: {some(names)}."
             yield Hit(at(names[0]), what, _OF_A_RANK if of_a_rank else _FREEZE if cause.why else "")
-    by: dict[str, list[str]] = {}
-    for name, how in cut(facts).items():
-        by.setdefault(how, []).append(name)
-    for how, each in by.items():
+    moved = {one.name for one in facts.steps if one.moved}
+    for how, each in _by_what_cuts({name: how for name, how in cut(facts).items() if name in moved}):
+        what = f"The loss is computed with {some(each)}, and {how} cuts the graph: plain torch gives no gradient, and"
+        yield Hit(at(each[0]), f"{what} moves nothing. Here the step moves them, over zeros.", _MOVED, milder=True)
+    for how, each in _by_what_cuts({name: how for name, how in warned(facts).items() if name not in moved}):
         what = f"The loss is computed with {some(each)}, and {how} cuts the graph: plain torch too gives no gradient"
         yield Hit(at(each[0]), f"{what}, and nothing trains what the optimizer holds.", _CUT, milder=True)
+
+
+def _by_what_cuts(found: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    for how in dict.fromkeys(found.values()):
+        yield how, [name for name, other in found.items() if other == how]
 
 
 def cut(facts: ProofFacts) -> dict[str, str]:
     """Parameters that the forward cuts off, and that nothing else moves, as an average of others; and what cuts."""
     return {name: how for name, how in facts.cut if name not in {*facts.later, *facts.moved}}
+
+
+def warned(facts: ProofFacts) -> dict[str, str]:
+    """Those of them that the step moves, as by a decay, or that may be cut in a wrong place.
+
+    ``no_grad()`` says itself that nothing is to be trained, as of a teacher, and the step leaves alone what has no
+    gradient.
+    """
+    moved = {one.name for one in facts.steps if one.moved}
+    return {name: how for name, how in cut(facts).items() if name in moved or not how.startswith("no_grad()")}
 
 
 def clipped(facts: ProofFacts) -> Iterator[Hit]:

@@ -28,6 +28,7 @@ from prepkit.rules.run.proof_gradients import (
     past_wrapper,
     tokens,
     unlike_losses,
+    warned,
     weights_by_rank,
     written,
 )
@@ -50,6 +51,7 @@ _UNSTEPPED = (
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
 _CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
+_STILL = "Nothing, where they are to rest, as a teacher: requires_grad_(False) says so; else leave out no_grad()."
 IN_16_BIT = ("bfloat16", "float16")
 
 
@@ -244,7 +246,12 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
 
 
 def _cut_off(facts: ProofFacts) -> Iterator[Hit]:
-    told = cut(facts)
+    told, quiet = cut(facts), cut(facts).keys() - warned(facts).keys()
+    if still := [name for name in told if name in quiet]:
+        said = (
+            f"The forward computes with {some(still)} under {told[still[0]]}: no gradient comes to them, and the step"
+        )
+        yield Hit("proof", f"{said} leaves them as they are, as that of plain torch does.", _STILL)
     if off := [name for name in facts.cut_off if name not in told]:
         them = "it" if len(off) == 1 else "them"
         said = f"The forward computes with {some(off)}, and no gradient comes to {them}, also in the replay"

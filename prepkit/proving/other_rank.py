@@ -1,0 +1,120 @@
+"""One process in the place of another rank: what a forward asks of its rank is answered as it was there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+from unittest.mock import patch
+
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prepkit.observe.prepared.around import around_calls
+from prepkit.proving.parts_of import CannotReplay
+from prepkit.proving.record_file import Head
+from prepkit.ranks.launcher import LOCAL_RANK, RANK
+from prepkit.ranks.world import world
+
+VARIABLES = (
+    *RANK,
+    *LOCAL_RANK,
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "NODE_RANK",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+)
+"""Variables in which a launcher tells a process which one it is."""
+ENVIRONMENTS = ("lightning.fabric", "lightning_fabric")
+"""Packages of Lightning that have classes of what tells a strategy its rank."""
+_TELLS = ContextVar("_TELLS", default=True)
+
+
+def variables() -> tuple[tuple[str, str], ...]:
+    """What a launcher has told this process, by the names of variables."""
+    return tuple((name, os.environ[name]) for name in dict.fromkeys(VARIABLES) if name in os.environ)
+
+
+@contextmanager
+def itself() -> Iterator[None]:
+    """Inside, torch knows this process again, as for a collective of prepkit's own."""
+    token = _TELLS.set(False)
+    try:
+        yield
+    finally:
+        _TELLS.reset(token)
+
+
+@contextmanager
+def standing_for(head: Head) -> Iterator[None]:
+    """Inside, torch, the variables of a launcher, accelerate and Lightning answer as on the rank of this record."""
+    told = dict(head.variables)
+    local = next((int(told[name]) for name in LOCAL_RANK if name in told), None)
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, told))
+        if world().running:
+            stack.enter_context(around_calls(distributed_c10d, "_get_default_group", _of(head.asked)))
+        for shared in _shared():
+            mine = {"process_index": head.asked} | ({} if local is None else {"local_process_index": local})
+            stack.enter_context(patch.dict(shared, {key: mine[key] for key in mine.keys() & shared.keys()}))
+        for one in _environments():
+            stack.enter_context(around_calls(one, "global_rank", lambda *_: head.asked))
+        yield
+
+
+def _of(rank: int) -> Any:
+    """What ``get_rank`` gets for the group of all; everybody else gets the group itself."""
+    asks = distributed_c10d.get_rank.__code__
+
+    def group(plain: Any) -> Any:
+        frame = sys._getframe(2)  # behind the function in the other's place
+        return _Stands(rank) if frame.f_code is asks and _TELLS.get() else plain()
+
+    return group
+
+
+class _Stands:
+    """Says its rank."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def rank(self) -> int:
+        """As of a process group."""
+        return self.number
+
+
+def _shared() -> Iterator[dict[str, Any]]:
+    """Yield what all states of accelerate in this process share."""
+    module = sys.modules.get("accelerate.state")
+    for name in ("PartialState", "AcceleratorState"):
+        if isinstance(shared := getattr(getattr(module, name, None), "_shared_state", None), dict):
+            yield shared
+
+
+def _environments() -> Iterator[type]:
+    """Yield classes of Lightning's, and of those that derive from them, that say a global rank themselves."""
+    for home in ENVIRONMENTS:
+        module = sys.modules.get(f"{home}.plugins.environments.cluster_environment")
+        waiting = [] if module is None else [module.ClusterEnvironment]
+        while waiting:
+            waiting += (one := waiting.pop()).__subclasses__()
+            if "global_rank" in vars(one):
+                yield one
+
+
+class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Nobody answers a collective: the other ranks do something else. Raises ``CannotReplay``."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See torch."""
+        del types
+        if func.namespace in ("c10d", "_c10d_functional") and world().size > 1:
+            said = f"the model calls a collective of its own ({func.name()}) in its forward or backward"
+            raise CannotReplay(f"{said}, which one process cannot do again alone")
+        return func(*args, **(kwargs or {}))
