@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, random_split
 
 from tests.audit.case import adam
 from tests.audit.loops import Loop, taken
@@ -84,34 +85,6 @@ def judge_of_a_scalar(outputs: Tensor, targets: Tensor) -> Tensor:
     return fn.mse_loss(outputs, torch.ones(1, 1).expand_as(outputs))
 
 
-RIGHT_LOSSES: tuple[Loop, ...] = tuple(
-    Loop(program(name, targets, loss, width))
-    for name, targets, loss, width in (
-        ("probabilities_as_targets", drawn("probabilities", 4 * BATCH, 5), by("cross_entropy"), 5),
-        ("labels_smoothed", CLASSES, by("cross_entropy", label_smoothing=0.1), 5),
-        ("samples_of_no_class", HOT, hot_but_masked, 5),
-        ("logs_of_probabilities", CLASSES, lambda o, t: fn.cross_entropy((o.softmax(1) + 1e-8).log(), t), 5),
-        ("divergence", drawn("probabilities", 4 * BATCH, 5), lambda o, t: fn.kl_div(o.log_softmax(1), t), 5),
-        (
-            "divergence_of_logs",
-            drawn("probabilities", 4 * BATCH, 5).log(),
-            lambda o, t: fn.kl_div(o.log_softmax(1), t, log_target=True),
-            5,
-        ),
-        ("labels_of_a_judge_moved", drawn("bits", 4 * BATCH, 1), real_labels_moved, 1),
-        ("counts_by_their_logarithm", COUNTS, by("poisson_nll_loss"), 1),
-        ("counts_by_what_exp_gives", COUNTS, lambda o, t: fn.poisson_nll_loss(o.exp(), t, log_input=False), 1),
-        ("alignment", WORDS, aligned(normal=True), 5),
-        ("alignment_with_its_blank_last", WORDS - 1, aligned(normal=True, blank=4), 5),
-        ("all_pairs", drawn("normal", 4 * BATCH, 1), ranked, 1),
-        ("each_with_one_target", drawn("normal", 4 * BATCH, 1), judge_of_a_scalar, 1),
-        ("range_of_a_sigmoid", drawn("uniform", 4 * BATCH, 1), lambda o, t: fn.mse_loss(o.sigmoid(), t), 1),
-        ("rate_of_a_tanh", SIGNS, lambda o, t: fn.mse_loss(o.tanh(), t), 1),
-        ("signs", SIGNS, by("soft_margin_loss"), 1),
-    )
-)
-
-
 def weights_by_class(rank: int, world: int) -> None:
     model = nn.Linear(6, 5)
     data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
@@ -119,6 +92,147 @@ def weights_by_class(rank: int, world: int) -> None:
     for x, y in DataLoader(data, batch_size=BATCH, sampler=sampler):
         taken(model, adam(model), fn.cross_entropy(model(x), y))
 
+
+class Seeded(Dataset[tuple[Tensor, Tensor]]):
+    """Moves each sample by random numbers, behind a seed of its own."""
+
+    def __init__(self, seed: Callable[[int], int | None]) -> None:
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(CLASSES)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if (seed := self.seed(index)) is not None:
+            torch.manual_seed(seed)
+        return torch.randn(6), CLASSES[index]
+
+
+def reading(seed: Callable[[int], int | None]) -> None:
+    model = nn.Linear(6, 5)
+    for x, y in DataLoader(Seeded(seed), batch_size=BATCH, shuffle=True):
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+
+def samples_of_one_seed(rank: int, world: int) -> None:
+    reading(lambda index: 0)
+
+
+def samples_of_their_own_seeds(rank: int, world: int) -> None:
+    reading(lambda index: index)
+
+
+def samples_without_a_seed(rank: int, world: int) -> None:
+    reading(lambda index: None)
+
+
+def parted(valid: Callable[[TensorDataset, Subset[Any]], Any]) -> None:
+    """Trains on a part of a data set, and has a loader to validate with."""
+    data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
+    train, rest = random_split(data, [20, 12])
+    model = nn.Linear(6, 5)
+    later = DataLoader(valid(data, rest), batch_size=BATCH)
+    for x, y in DataLoader(train, batch_size=BATCH, shuffle=True):
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+    assert len(later)
+
+
+def split_once(rank: int, world: int) -> None:
+    parted(lambda data, rest: rest)
+
+
+def split_twice(rank: int, world: int) -> None:
+    parted(lambda data, rest: random_split(data, [20, 12])[1])
+
+
+def validated_on_all(rank: int, world: int) -> None:
+    parted(lambda data, rest: data)
+
+
+def scheduled() -> tuple[nn.Module, Any, Any, DataLoader[Any]]:
+    """A model, its optimizer, a schedule of three ticks, and a loader of four batches."""
+    model = nn.Linear(6, 5)
+    optimizer = adam(model)
+    data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    return model, optimizer, schedule, DataLoader(data, batch_size=BATCH, shuffle=True)
+
+
+def ticked_by_pass(rank: int, world: int) -> None:
+    model, optimizer, scheduler, loader = scheduled()
+    for _ in range(3):
+        for x, y in loader:
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+        scheduler.step()
+
+
+def passes_ticked_by_batch(rank: int, world: int) -> None:
+    model, optimizer, scheduler, loader = scheduled()
+    for _ in range(3):
+        for x, y in loader:
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+            scheduler.step()
+
+
+def distilled(*, drops: float, training: bool) -> None:
+    teacher = nn.Sequential(nn.Linear(6, 64), nn.Dropout(drops), nn.Linear(64, 5)).train(training)
+    model = nn.Linear(6, 5)
+    optimizer = adam(model)
+    for (x,) in DataLoader(TensorDataset(drawn("normal", 32, 6)), batch_size=BATCH, shuffle=True):
+        with torch.no_grad():
+            says = teacher(x).softmax(1)
+        taken(model, optimizer, fn.kl_div(model(x).log_softmax(1), says, reduction="batchmean"))
+
+
+def teacher_that_drops(rank: int, world: int) -> None:
+    distilled(drops=0.2, training=True)
+
+
+def teacher_at_rest(rank: int, world: int) -> None:
+    distilled(drops=0.2, training=False)
+
+
+def average_that_drops(rank: int, world: int) -> None:
+    """A mean teacher, whose noise is meant."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 5))
+    average, optimizer = copy.deepcopy(model), adam(model)
+    for x, y in DataLoader(TensorDataset(drawn("normal", 32, 6), CLASSES), batch_size=BATCH, shuffle=True):
+        with torch.no_grad():
+            says = average(x).softmax(1)
+        loss = fn.cross_entropy(model(x), y) + fn.kl_div(model(x).log_softmax(1), says, reduction="batchmean")
+        taken(model, optimizer, loss)
+
+
+RIGHT_LOSSES: tuple[Loop, ...] = (
+    *map(Loop, (samples_of_their_own_seeds, samples_without_a_seed, split_once, validated_on_all, ticked_by_pass)),
+    *map(Loop, (teacher_at_rest, average_that_drops)),
+    *(
+        Loop(program(name, targets, loss, width))
+        for name, targets, loss, width in (
+            ("probabilities_as_targets", drawn("probabilities", 4 * BATCH, 5), by("cross_entropy"), 5),
+            ("labels_smoothed", CLASSES, by("cross_entropy", label_smoothing=0.1), 5),
+            ("samples_of_no_class", HOT, hot_but_masked, 5),
+            ("logs_of_probabilities", CLASSES, lambda o, t: fn.cross_entropy((o.softmax(1) + 1e-8).log(), t), 5),
+            ("divergence", drawn("probabilities", 4 * BATCH, 5), lambda o, t: fn.kl_div(o.log_softmax(1), t), 5),
+            (
+                "divergence_of_logs",
+                drawn("probabilities", 4 * BATCH, 5).log(),
+                lambda o, t: fn.kl_div(o.log_softmax(1), t, log_target=True),
+                5,
+            ),
+            ("labels_of_a_judge_moved", drawn("bits", 4 * BATCH, 1), real_labels_moved, 1),
+            ("counts_by_their_logarithm", COUNTS, by("poisson_nll_loss"), 1),
+            ("counts_by_what_exp_gives", COUNTS, lambda o, t: fn.poisson_nll_loss(o.exp(), t, log_input=False), 1),
+            ("alignment", WORDS, aligned(normal=True), 5),
+            ("alignment_with_its_blank_last", WORDS - 1, aligned(normal=True, blank=4), 5),
+            ("all_pairs", drawn("normal", 4 * BATCH, 1), ranked, 1),
+            ("each_with_one_target", drawn("normal", 4 * BATCH, 1), judge_of_a_scalar, 1),
+            ("range_of_a_sigmoid", drawn("uniform", 4 * BATCH, 1), lambda o, t: fn.mse_loss(o.sigmoid(), t), 1),
+            ("rate_of_a_tanh", SIGNS, lambda o, t: fn.mse_loss(o.tanh(), t), 1),
+            ("signs", SIGNS, by("soft_margin_loss"), 1),
+        )
+    ),
+)
 
 MISGIVEN: tuple[Loop, ...] = (
     *(
@@ -162,4 +276,8 @@ MISGIVEN: tuple[Loop, ...] = (
         )
     ),
     Loop(weights_by_class, rule="run.weights-misfit"),
+    Loop(samples_of_one_seed, rule="run.reseeded"),
+    Loop(split_twice, rule="run.parts-overlap"),
+    Loop(passes_ticked_by_batch, rule="run.scheduler-early"),
+    Loop(teacher_that_drops, rule="run.frozen-drops"),
 )

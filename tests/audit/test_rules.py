@@ -268,6 +268,8 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
         ),
     ),
+    "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
+    "run.reseeded": evolve(FINE, loaders=(evolve(FINE.loaders[0], reseeds=("torch.manual_seed",)),)),
     "run.weights-misfit": evolve(
         FINE, loaders=(evolve(FINE.loaders[0], weights=5, seen=evolve(tiny_loader(), length=64)),)
     ),

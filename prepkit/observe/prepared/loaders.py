@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -155,8 +154,8 @@ def overlap(alive: list[Any]) -> tuple[int, int, int]:
 
     Of parts where one holds the other nobody knows whether that is meant, and of more than two whether they are folds.
     """
-    loaders = [one for one in alive if isinstance(one, DataLoader)]
-    parts = {id(one.dataset): one.dataset for one in loaders if isinstance(one.dataset, Subset)}
+    data = [getattr(one, "dataset", getattr(one, "_dataset", None)) for one in alive]  # a reading keeps no loader
+    parts = {id(one): one for one in data if isinstance(one, Subset)}
     if len(parts) != 2 or len({id(one.dataset) for one in parts.values()}) != 1:
         return 0, 0, 0
     one, other = ({*map(int, part.indices)} for part in parts.values())
