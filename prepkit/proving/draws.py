@@ -79,7 +79,7 @@ def _is_own(value: Any) -> bool:
 
 def of_the_process() -> Iterator[tuple[str, Any]]:
     """Yield those that functions of ``random`` and of ``numpy.random`` draw from."""
-    yield "random", random._inst  # type: ignore[attr-defined]  # which has no public name
+    yield "random", random._inst  # which has no public name
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "numpy.random", numpy.random.mtrand._rand
 
