@@ -269,8 +269,7 @@ class Recorder(Turns):
             self._hooked.callback(self._tracer.hushes)
         on_calls(root, heard(self.enters, self.fails), heard(self._leaves, self.fails), self._hooked)
         if isinstance(root, nn.parallel.DistributedDataParallel) and root._compiled_call_impl is None:
-            reads = heard(self._reads_buffers, self.fails)
-            self._hooked.callback(root.module.register_forward_pre_hook(reads).remove)
+            self._hooked.callback(root.module.register_forward_pre_hook(heard(self._reads_buffers, self.fails)).remove)
 
     def enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A call of the root begins."""
