@@ -8,7 +8,7 @@ on as before comes back after each window, so that what follows can be looked up
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from attrs import frozen
 
@@ -347,3 +347,38 @@ class Turn(NamedTuple):
 def ends_window(plan: LoopPlan, state: LoopState) -> bool:
     """The micro-batch in use is the last of its window, so that ``ready.step()`` steps the optimizer."""
     return state.micro_batches + 1 >= plan.accumulation or state.cut_short or state.at_last_batch
+
+
+@frozen(kw_only=True)
+class LoopFacts:
+    """What a loop has done before the optimizer acts."""
+
+    window: int = 0
+    """Which window of micro-batches ends, counted from 1."""
+    passes: tuple[int, int] = (0, 0)
+    """The least and the greatest number of a pass over the data that a rank is in."""
+    orders: tuple[int, int] = (0, 0)
+    """The least and the greatest digest of what ranks take their part from, first of all; 0: nobody can tell."""
+    own_order: int = 0
+    """The digest of this rank."""
+    streams: tuple[tuple[int, int], ...] = ()
+    """Likewise for each loader, of the first samples of its stream before it is divided."""
+    own_streams: tuple[int, ...] = ()
+    """The digests of this rank; as many on each."""
+    loss_finite: bool = True
+    own_loss_finite: bool = True
+    """Whether the last loss is a number on this rank; ``loss_finite``: on every rank."""
+    written: tuple[str, ...] = ()
+    """Parameters that a forward has written while they were gathered, so that what was written is lost."""
+    gathers: str = ""
+    """What has gathered them: ``FSDP1`` or ``FSDP2``."""
+    loaders: int = 0
+    """Loaders that were prepared."""
+    read: bool = True
+    """Whether a batch of one of them was read."""
+    apart: int = 0
+    """Steps since a batch of one of them was read or in use, this one among them, where there was one in use before."""
+    divides: Literal["", "given", "nobody"] = ""
+    """What divides samples over ranks: loaders that were given, or nobody; empty: nothing is to be divided."""
+    readers: int = 1
+    """Ranks that should read other samples."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.loop import LoopFacts
 from prepkit.facts.model import ModelFacts
 from prepkit.facts.preparation import HowPrepared
 from prepkit.facts.training import LoaderFacts
@@ -237,41 +238,6 @@ class AdapterFacts:
     """Those of which the layer itself trains."""
     heads: tuple[str, ...] = ()
     """Heads of a task that do not train."""
-
-
-@frozen(kw_only=True)
-class LoopFacts:
-    """What a loop has done before the optimizer acts."""
-
-    window: int = 0
-    """Which window of micro-batches ends, counted from 1."""
-    passes: tuple[int, int] = (0, 0)
-    """The least and the greatest number of a pass over the data that a rank is in."""
-    orders: tuple[int, int] = (0, 0)
-    """The least and the greatest digest of what ranks take their part from, first of all; 0: nobody can tell."""
-    own_order: int = 0
-    """The digest of this rank."""
-    streams: tuple[tuple[int, int], ...] = ()
-    """Likewise for each loader, of the first samples of its stream before it is divided."""
-    own_streams: tuple[int, ...] = ()
-    """The digests of this rank; as many on each."""
-    loss_finite: bool = True
-    own_loss_finite: bool = True
-    """Whether the last loss is a number on this rank; ``loss_finite``: on every rank."""
-    written: tuple[str, ...] = ()
-    """Parameters that a forward has written while they were gathered, so that what was written is lost."""
-    gathers: str = ""
-    """What has gathered them: ``FSDP1`` or ``FSDP2``."""
-    loaders: int = 0
-    """Loaders that were prepared."""
-    read: bool = True
-    """Whether a batch of one of them was read."""
-    apart: int = 0
-    """Steps since a batch of one of them was read or in use, this one among them, where there was one in use before."""
-    divides: Literal["", "given", "nobody"] = ""
-    """What divides samples over ranks: loaders that were given, or nobody; empty: nothing is to be divided."""
-    readers: int = 1
-    """Ranks that should read other samples."""
 
 
 @frozen(kw_only=True)

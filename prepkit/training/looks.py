@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.court import Court
-from prepkit.facts.run import LoopFacts, RunFacts
+from prepkit.facts.loop import LoopFacts
+from prepkit.facts.run import RunFacts
 from prepkit.facts.window import GradientFacts
 from prepkit.findings import Finding
 from prepkit.loading.passes import STREAMS, Passes

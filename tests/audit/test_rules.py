@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
+from prepkit.facts.loop import LoopFacts
 from prepkit.facts.run import (
     AdapterFacts,
     AppliedFacts,
     DDPFacts,
     EngineFacts,
     GradientFacts,
-    LoopFacts,
     PreparedLoader,
     PreparedOptimizer,
     PreparedParam,
@@ -269,9 +269,13 @@ BROKEN: dict[str, RunFacts] = {
         ),
     ),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
-    "run.reseeded": evolve(FINE, loaders=(evolve(FINE.loaders[0], reseeds=("torch.manual_seed",)),)),
+    "run.reseeded": evolve(
+        FINE,
+        loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, reseeds=("torch.manual_seed",)),),
+    ),
     "run.weights-misfit": evolve(
-        FINE, loaders=(evolve(FINE.loaders[0], weights=5, seen=evolve(tiny_loader(), length=64)),)
+        FINE,
+        loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), division="sampler", replicas=2, weights=5),),
     ),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),

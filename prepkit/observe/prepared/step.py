@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from prepkit.facts.run import DDPFacts, LoopFacts, RunFacts, RunningFacts, RunningParam
+from prepkit.facts.loop import LoopFacts
+from prepkit.facts.run import DDPFacts, RunFacts, RunningFacts, RunningParam
 from prepkit.facts.window import CourseFacts, Groups, SharersFacts
 from prepkit.objects import names
 from prepkit.objects.deepspeed import keeps_masters
