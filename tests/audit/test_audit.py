@@ -181,7 +181,8 @@ def test_an_audit_reads_as_what_stands_there_and_what_is_wrong(capsys: pytest.Ca
     assert str(audit).splitlines() == [
         "audit of Net, 1.2 K parameters, 1.2 K trained; no wrapper over 1 rank; AdamW; 1 loader",
         "nothing is wrong that can be told before the first step",
-        "not asked: how gradients are averaged and scaled (prepkit audit --prove), and later steps (prepkit audit --steps 20, or pk.watch)",
+        "not asked: how gradients are averaged and scaled (prepkit audit --prove), "
+        "and later steps (prepkit audit --steps 20, or pk.watch)",
         "cannot know here:",
         *(f"  {number} rules: {why}" for why, number in Counter(why for _, why in audit.unasked).items()),
     ]
