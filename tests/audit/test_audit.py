@@ -177,12 +177,12 @@ def test_what_is_of_the_wrong_kind_is_named(given: dict[str, Any], message: str)
 def test_an_audit_reads_as_what_stands_there_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     audit = pk.audit(model, adam(model), loaders=[divided(0, 1)])
+    later = "later steps (prepkit audit --steps 20, or pk.watch)"
     assert audit.fine
     assert str(audit).splitlines() == [
         "audit of Net, 1.2 K parameters, 1.2 K trained; no wrapper over 1 rank; AdamW; 1 loader",
         "nothing is wrong that can be told before the first step",
-        "not asked: how gradients are averaged and scaled (prepkit audit --prove), "
-        "and later steps (prepkit audit --steps 20, or pk.watch)",
+        f"not asked: how gradients are averaged and scaled (prepkit audit --prove), and {later}",
         "cannot know here:",
         *(f"  {number} rules: {why}" for why, number in Counter(why for _, why in audit.unasked).items()),
     ]
