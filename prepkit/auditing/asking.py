@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.reading import generators_kept
 
 SENDS = frozenset(
@@ -84,7 +84,7 @@ class Asking:
         try:
             with ExitStack() as stack:
                 stack.enter_context(generators_kept())
-                stack.enter_context(torch.random.fork_rng())
+                stack.enter_context(_generators(kind))
                 stack.enter_context(_as_it_was(self.module))
                 stack.enter_context(redirect_stdout(io.StringIO()))
                 stack.enter_context(torch.no_grad())
@@ -101,7 +101,7 @@ class Asking:
 
     def outputs(self, change: Callable[[Tensor], Tensor] = lambda one: one) -> list[Tensor] | None:
         """What it returns for the batch, changed; None: it takes none like that."""
-        args, kwargs = (each(change, one) for one in (self.call.args, self.call.kwargs))
+        args, kwargs = (each(lambda one: change(one).clone(), given) for given in (self.call.args, self.call.kwargs))
         with _as_it_was(self.module):
             try:
                 result = self.module(*args, **kwargs)
@@ -115,9 +115,16 @@ class Asking:
             drops = "training" not in known and known.get("p", 0.5) > 0  # said in words it is meant
         else:
             drops = (given[4] if len(given) > 4 else named.get("dropout_p", 0.0)) > 0
-        if drops and (line := line_of_program(frames_above(__file__))):
-            self.drops[f"{name} ({line})"] = None
+        if drops and called_by_program(frames_above(__file__)):
+            self.drops[f"{name} ({line_of_program(frames_above(__file__))})"] = None
         return plain(*given, **named)
+
+
+def _generators(kind: str) -> AbstractContextManager[None]:
+    """Inside, numbers are drawn from a copy of the device's generator."""
+    if kind == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[torch.accelerator.current_device_index()], device_type=kind)
 
 
 def _refuse(plain: Any, *_: Any, **__: Any) -> Any:

@@ -82,10 +82,8 @@ class Losses:
 
     def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            bound = signature(plain).bind(*given, **named)
-            bound.apply_defaults()
-            known = bound.arguments
-            if all(type(one) in (Tensor, nn.Parameter) for one in known.values() if isinstance(one, Tensor)):
+            known = _arguments(plain, given, named)
+            if known and all(type(one) in (Tensor, nn.Parameter) for one in known.values() if isinstance(one, Tensor)):
                 self._looks(name, known)
         return plain(*given, **named)
 
@@ -201,6 +199,16 @@ TAKES: dict[str, Callable[[Mapping[str, Any]], Hits]] = {
     **dict.fromkeys(SIGNS, _of_signs),
 }
 """What is wrong in the arguments of a loss, and what to do."""
+
+
+def _arguments(plain: Any, given: Any, named: Any) -> Mapping[str, Any]:
+    """The arguments of a call by name, with defaults; nothing where torch will refuse them."""
+    try:
+        bound = signature(plain).bind(*given, **named)
+    except TypeError:
+        return {}
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def _no_logits(name: str, values: Tensor) -> str:

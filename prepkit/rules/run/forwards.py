@@ -104,6 +104,7 @@ RULES: tuple[Rule, ...] = (
         check=_copies,
         at=(Moment.AUDIT,),
         fix="Shift once: outputs[:, :-1] against tokens[:, 1:].",
+        severity=Severity.WARNING,
         source=("transformers ForCausalLMLoss",),
     ),
     Rule(
