@@ -24,6 +24,7 @@ LAZY = (pk, errors, processes)
 SPACES = ("data", "ddp", "errors", "fp8", "optim", "processes", "rules", "tp", "track", "wrap")
 INNER = {
     "DistributedOperationException": "accelerate's own name, in prepkit.compat.accelerate",
+    "AsksRanks": "ends a forward that is asked once more, which is then not asked",
     "FirstStep": "ends a script inside prepkit audit",
     "HalfDone": "raised by a handler for the interpreter, which reports it in ApplyHalted",
     "HeaderError": "becomes a finding or the cause of an ApplyHalted",

@@ -40,12 +40,12 @@ SENDS = frozenset(
 """Of ``torch.distributed``: what needs other ranks."""
 
 
-class Alone(Exception):
+class AsksRanks(Exception):
     """A forward that is asked once more wants something of other ranks, who are not there."""
 
 
 @define(eq=False)
-class Call:
+class ModelCall:
     """One call of a module from outside of any other."""
 
     module: weakref.ref[nn.Module]
@@ -70,7 +70,7 @@ class Call:
 class Asking:
     """A module that is asked, and the call that it is asked with."""
 
-    call: Call
+    call: ModelCall
     module: nn.Module
     drops: dict[str, None] = field(factory=dict)
     """Lines that drop elements in evaluation mode."""
@@ -128,7 +128,7 @@ def _generators(kind: str) -> AbstractContextManager[None]:
 
 
 def _refuse(plain: Any, *_: Any, **__: Any) -> Any:
-    raise Alone(plain.__name__)
+    raise AsksRanks(plain.__name__)
 
 
 @contextmanager

@@ -17,9 +17,9 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
 
-from prepkit.auditing.asking import Asking, Call, apart, tensors
-from prepkit.auditing.losses import Compared
-from prepkit.facts.window import ForwardFacts, Mixed
+from prepkit.auditing.asking import Asking, ModelCall, apart, tensors
+from prepkit.auditing.losses import LossCompared
+from prepkit.facts.window import ForwardFacts, SamplesMixed
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.modules import drops
@@ -41,7 +41,7 @@ CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 class Forwards:
     """Calls of models that train, from outside of any other."""
 
-    _calls: dict[int, Call] = field(factory=dict)
+    _calls: dict[int, ModelCall] = field(factory=dict)
     _rests: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     """Models that were called without gradients."""
 
@@ -49,7 +49,7 @@ class Forwards:
         """Keeps a call that trains, and returns what is to hear of its outputs."""
         kind = next((one.device.type for one in module.parameters()), "cpu")
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        call = Call(weakref.ref(module), apart(args), apart(kwargs), autocast)
+        call = ModelCall(weakref.ref(module), apart(args), apart(kwargs), autocast)
         self._calls.pop(id(module), None)
         self._calls[id(module)] = call
         while len(self._calls) > MOST:
@@ -75,7 +75,9 @@ class Forwards:
                 if params and not any(id(one) in held for one in params) and [one.shape for one in params] != trained:
                     yield type(module).__name__
 
-    def facts(self, sizes: Collection[int], trained: Collection[int], losses: list[Compared]) -> Iterator[ForwardFacts]:
+    def facts(
+        self, sizes: Collection[int], trained: Collection[int], losses: list[LossCompared]
+    ) -> Iterator[ForwardFacts]:
         """What each model makes of its last batch that has something to say of it.
 
         ``sizes``: of the batches that loaders give; ``trained``: the ``id``s of what is about to be stepped;
@@ -99,7 +101,7 @@ def _can_be_asked(module: nn.Module) -> bool:
 
 
 def _asked(
-    call: Call, module: nn.Module, sizes: Collection[int], losses: list[Compared], returned: list[Tensor]
+    call: ModelCall, module: nn.Module, sizes: Collection[int], losses: list[LossCompared], returned: list[Tensor]
 ) -> Iterator[ForwardFacts]:
     asking = Asking(call=call, module=module)
     with asking.aside():
@@ -118,7 +120,7 @@ def _asked(
 # --- one sample, and the others ---
 
 
-def _mixed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> Mixed | None:
+def _mixed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> SamplesMixed | None:
     """Where the outputs of a sample come to depend on another one; None: nowhere, or it cannot be told."""
     given = [*tensors((asking.call.args, asking.call.kwargs))]
     size = next((one.shape[0] for one in given if one.dim() and one.shape[0] in sizes), 0)
@@ -139,7 +141,7 @@ def _mixed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> Mixed
             kind, first_dim = type(module).__name__, getattr(module, "batch_first", True)
             if any(word in kind.lower() for word in ON_PURPOSE):
                 return None
-            return Mixed(path=name, kind=kind, batch=size, time_first=first_dim is False)
+            return SamplesMixed(path=name, kind=kind, batch=size, time_first=first_dim is False)
     return None
 
 
@@ -187,7 +189,7 @@ def _heard(module: nn.Module, size: int) -> Iterator[Heard]:
 # --- a place, and what comes after it ---
 
 
-def _ahead(asking: Asking, first: list[Tensor], losses: list[Compared], returned: list[Tensor]) -> dict[str, Any]:
+def _ahead(asking: Asking, first: list[Tensor], losses: list[LossCompared], returned: list[Tensor]) -> dict[str, Any]:
     """Of sequences whose places predict others: what is wrong between the two."""
     found = []
     for name, tokens in asking.call.given.items():
@@ -204,7 +206,7 @@ def _ahead(asking: Asking, first: list[Tensor], losses: list[Compared], returned
     }
 
 
-def _distance(tokens: Tensor, loss: Compared, returned: list[Tensor]) -> tuple[int, int] | None:
+def _distance(tokens: Tensor, loss: LossCompared, returned: list[Tensor]) -> tuple[int, int] | None:
     """The dimension of the places, and how many of them an output lies before what it predicts; None: none predict."""
     if tokens.dim() < 2 or tokens.is_floating_point() != loss.targets.is_floating_point() or tokens.dtype == torch.bool:
         return None
@@ -275,7 +277,7 @@ def _has_places(one: Tensor, tokens: Tensor) -> bool:
 # --- pads ---
 
 
-def _padded(asking: Asking, losses: list[Compared]) -> dict[str, Any]:
+def _padded(asking: Asking, losses: list[LossCompared]) -> dict[str, Any]:
     """Names of tokens whose pads change what the model says of a sample, and of those whose pads are learned."""
     told = {}
     for name, tokens in asking.call.given.items():
@@ -295,7 +297,7 @@ def _are_tokens(one: Tensor) -> bool:
     return whole and one.numel() > 0 and int(one.min()) >= 0 and _different(one) > 2
 
 
-def _learned(tokens: Tensor, lengths: Tensor, loss: Compared) -> bool:
+def _learned(tokens: Tensor, lengths: Tensor, loss: LossCompared) -> bool:
     """Return whether a loss counts places behind the first pad of a row, which may be the end of a text."""
     if not loss.counts_all or loss.targets.is_floating_point():
         return False

@@ -34,7 +34,7 @@ class ScriptEnded(Exception):
 
 
 @define(kw_only=True, eq=False)
-class Looks:
+class ScriptLooks:
     """The audit of a first step, and what a watch finds before the steps behind it."""
 
     arrivals: Arrivals

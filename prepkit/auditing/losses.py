@@ -47,7 +47,7 @@ DEEP = 8
 
 
 @frozen(kw_only=True, eq=False)
-class Compared:
+class LossCompared:
     """What a loss has compared, without graphs."""
 
     outputs: Tensor
@@ -64,7 +64,7 @@ class Losses:
 
     squashed: dict[tuple[str, str], None] = field(factory=dict)
     misgiven: dict[Misgiven, None] = field(factory=dict)
-    compared: list[Compared] = field(factory=list)
+    compared: list[LossCompared] = field(factory=list)
     """The last ones of ``PLACES``."""
 
     @contextmanager
@@ -235,10 +235,10 @@ def _least_sum(values: Tensor, dim: int) -> float:
     return float(sums[(sums - 1).abs().argmax()])
 
 
-def _compared(known: Mapping[str, Any]) -> Compared:
+def _compared(known: Mapping[str, Any]) -> LossCompared:
     counts_all = known.get("reduction", "mean") != "none" and known.get("weight") is None
     outputs, targets = known["input"].detach(), known["target"].detach()
-    return Compared(
+    return LossCompared(
         outputs=outputs, targets=targets, left_out=int(known.get("ignore_index", -100)), counts_all=counts_all
     )
 

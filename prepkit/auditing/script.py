@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, FirstStep, Looks, everywhere
+from prepkit.auditing.looks import FIRST, FirstStep, ScriptLooks, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -66,7 +66,7 @@ def audit_script(
     Raises ``ScriptEnded`` for what the script itself raises before that, and where other ranks do not come to it.
     """
     arrivals = Arrivals(gives_up)
-    looks = Looks(arrivals=arrivals, steps=steps)
+    looks = ScriptLooks(arrivals=arrivals, steps=steps)
     try:
         with as_main(script, arguments):
             _audit(lambda: runpy.run_path(script, run_name="__main__"), looks)
@@ -84,10 +84,10 @@ def audit_script(
 
 def audit_run(run: Callable[[], object], *, steps: int = 1) -> Audit | None:
     """The same of a function that trains. Raises what it raises before the last of these steps."""
-    return _audit(run, Looks(arrivals=Arrivals(), steps=steps))
+    return _audit(run, ScriptLooks(arrivals=Arrivals(), steps=steps))
 
 
-def _audit(run: Callable[[], object], looks: Looks) -> Audit | None:
+def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
     try:
         with audited_at_first_step(looks.first, looks.arrivals, looks.other if looks.steps > 1 else None):
             run()

@@ -204,8 +204,8 @@ class Window:
         if next(module.parameters(), None) is not None:
             self.arrivals.calls(alone=torch.is_grad_enabled() and _unsynced(module))
         self._entered[id(module)] = weakref.ref(module)
-        if not torch.is_grad_enabled():
-            self.forwards.rests(module)
+        if not torch.is_grad_enabled() or torch._C._functorch.maybe_current_level() is not None:
+            self.forwards.rests(module)  # or inside a transform of torch.func, whose tensors mean nothing outside
             return None
         inside = unwrap_root(module)[-1]
         if not self.text and (config := language_config(inside)) is not None:

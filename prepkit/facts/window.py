@@ -95,7 +95,7 @@ class WorkersAlike:
 
 
 @frozen(kw_only=True)
-class Mixed:
+class SamplesMixed:
     """A module in which what a model says of one sample comes to depend on others of its batch."""
 
     path: str
@@ -127,7 +127,7 @@ class ForwardFacts:
     """Its class."""
     drops: tuple[str, ...] = ()
     """Functions that drop elements in evaluation mode, with their lines."""
-    mixed: Mixed | None = None
+    mixed: SamplesMixed | None = None
     ahead: str = ""
     """The input whose next token is learned by places that see it; empty: there is none."""
     copies: str = ""

@@ -293,7 +293,7 @@ class Arrivals:
             where, stood = _stands(peers, rank)
             if done.ended and not last:
                 yield f". Rank {rank}: {done.ended}"
-            elif stood > STANDS_S:
+            elif stood > STANDS_S and now - since > SAID_S:  # what it said before this rank came may be over
                 yield f". Rank {rank} has waited for other ranks for {stood:.0f} s, in {where}"
             elif now - since > (AHEAD_S if self._is_behind(done) else STILL_S):
                 yield f". Rank {rank} has done nothing more for {now - since:.0f} s"

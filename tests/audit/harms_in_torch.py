@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from tests.audit.case import WIDTH, net
 from tests.audit.harms import STEPS, Seen, samples
@@ -76,6 +76,32 @@ def softmax_before_the_loss() -> float:
     inner = net()
     trained(nn.Sequential(inner, nn.Softmax(-1)))
     return size(inner)
+
+
+def regressed(*, alike: bool) -> float:
+    """The weights after three steps towards one number for each sample, of one shape or of two."""
+    model = nn.Sequential(net(), nn.Linear(4, 1))
+    optimizer = sgd(model)
+    for inputs, classes in samples():
+        optimizer.zero_grad()
+        outputs, targets = model(inputs), classes.float()
+        ((outputs - (targets[:, None] if alike else targets)) ** 2).mean().backward()
+        optimizer.step()
+    return size(model)
+
+
+def drawn_of(weights: int) -> float:
+    """Samples that a sampler with so many weights gives of 32."""
+    torch.manual_seed(0)
+    return float(len(set(WeightedRandomSampler([1.0] * weights, 512))))
+
+
+def seen_of_later(ways: int) -> float:
+    """How far what a recurrence says of a word changes with the next one; ``ways``: in how many it reads."""
+    torch.manual_seed(0)
+    cells, texts = nn.GRU(4, 8, batch_first=True, bidirectional=ways == 2), torch.randn(2, 6, 4)
+    later = torch.cat([texts[:, :3], texts[:, 3:].flip(0)], 1)
+    return float((cells(texts)[0] - cells(later)[0])[:, :3].abs().max().detach())
 
 
 def under_reentrant_checkpoints(*, reentrant: bool) -> Callable[[], float]:
@@ -320,6 +346,19 @@ SLIPS: tuple[Slip, ...] = (
     ),
     Slip("run.left-over", "gradients of all steps add up", lambda: trained(clears=False), trained),
     Slip("run.softmax-twice", "gradients are smaller and turned", softmax_before_the_loss, trained),
+    Slip(
+        "run.loss-misgiven",
+        "every output is drawn to every target",
+        lambda: regressed(alike=False),
+        lambda: regressed(alike=True),
+    ),
+    Slip("run.weights-misfit", "two samples are drawn of 32", lambda: drawn_of(2), lambda: drawn_of(32)),
+    Slip(
+        "run.sees-ahead",
+        "what it says of a word changes with the next",
+        lambda: seen_of_later(2),
+        lambda: seen_of_later(1),
+    ),
     Slip("run.scaled-stepped", "steps are 1024 times too long", stepped_while_scaled, trained),
     Slip("run.clipped-scaled", "weights hardly move", clipped_while_scaled, clipped),
     Slip("run.undivided", "steps are 3 times too long", undivided, one_window),

@@ -564,9 +564,9 @@ def average_where_there_is_one(rank: int, world: int) -> None:
 def shadow_and_model_by_other_names_elsewhere(rank: int, world: int) -> None:
     """Names that stand for one model here, and are mixed in another function, which is given two."""
     model = net()
-    shadow = target = average = model
+    shadow = target = other = model
     taken(model, adam(model), loss_of(shadow))
-    assert target is average
+    assert target is other
 
 
 def average_beside(rank: int, world: int) -> None:

@@ -31,7 +31,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
-from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, Mixed, WindowFacts, WorkersAlike
+from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
 from prepkit.rules.rule import Moment, Need, Rule, findings_of
@@ -254,7 +254,9 @@ BROKEN: dict[str, RunFacts] = {
     ),
     "run.float16-unscaled": evolve(FINE, window=WindowFacts(float16=("Net",))),
     "run.undivided": evolve(FINE, accumulation=4, window=WindowFacts(undivided=True)),
-    "run.samples-mix": asked(mixed=Mixed(path="layer.attention", kind="MultiheadAttention", batch=8, time_first=True)),
+    "run.samples-mix": asked(
+        mixed=SamplesMixed(path="layer.attention", kind="MultiheadAttention", batch=8, time_first=True)
+    ),
     "run.sees-ahead": asked(ahead="tokens"),
     "run.shifted": asked(copies="tokens"),
     "run.pads-heeded": asked(padded="tokens"),

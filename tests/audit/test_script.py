@@ -330,8 +330,8 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
     def failing() -> Exception:
         try:
-            window._unsynced(None)  # type: ignore[arg-type]
-        except AttributeError as error:
+            window._sizes(None)  # type: ignore[arg-type]
+        except TypeError as error:
             return error
         raise AssertionError
 

@@ -138,4 +138,4 @@ def test_options_right_behind_the_script_are_those_of_audit(
     script = _script(tmp_path)
     found = audit.make_context("audit", [script, *behind]).params
     asked = {"processes": processes, "prove": proves, "as_json": as_json, "arguments": arguments}
-    assert found == {"script": script, "keep": None, **asked}
+    assert found == {"script": script, "keep": None, "steps": 1, **asked}

@@ -74,7 +74,7 @@ def _mixes(node: ast.AST, targets: Container[str]) -> TypeGuard[ast.stmt]:
 
 
 @frozen
-class Said:
+class Expression:
     """An expression of the program."""
 
     text: str
@@ -101,21 +101,23 @@ def mixes_itself() -> Iterator[tuple[str, str, str]]:
             mixed = [one for node in loop.body for one in ast.walk(node) if _mixes(one, targets)]
             owners = dict.fromkeys(ast.unparse(one) for node in (loop.iter, *mixed) for one in _owners(node))
             if mixed and len(owners) == 2:
-                said = [Said(one, file, loop.lineno) for one in owners]
+                said = [Expression(one, file, loop.lineno) for one in owners]
                 pairs = _given(said, _function_of(tree, loop.lineno), texts)
                 found = (pair for pair in pairs if _are_one(pair, frames))
                 line = f"{Path(file).name}:{mixed[0].lineno}"
                 yield from ((line, one.text, other.text) for one, other in islice(found, 1))
 
 
-def _are_one(pair: tuple[Said, Said], frames: Sequence[FrameType]) -> bool:
+def _are_one(pair: tuple[Expression, Expression], frames: Sequence[FrameType]) -> bool:
     """Return whether both stand for models with the same parameters, and neither is a copy anywhere."""
     models = [_model(one, frames) for one in pair]
     params = [[*map(id, one.parameters())] if isinstance(one, nn.Module) else [] for one in models]
     return bool(params[0]) and params[0] == params[1] and not any(map(_is_copied, pair))
 
 
-def _given(owners: list[Said], function: Function | None, texts: Mapping[str, str]) -> Iterator[tuple[Said, Said]]:
+def _given(
+    owners: list[Expression], function: Function | None, texts: Mapping[str, str]
+) -> Iterator[tuple[Expression, Expression]]:
     """Yield both as they are; where they are given to a function, as each call of it gives them."""
     takes = [] if function is None else [one.arg for one in function.args.args]
     if function is None or not {one.text for one in owners} & set(takes):
@@ -126,7 +128,7 @@ def _given(owners: list[Said], function: Function | None, texts: Mapping[str, st
             if isinstance(call, ast.Call) and name_of(call) == function.name:
                 told = dict(zip(takes[takes[:1] == ["self"] :], map(ast.unparse, call.args), strict=False))
                 told |= {one.arg: ast.unparse(one.value) for one in call.keywords if one.arg}
-                one, other = (Said(told.get(each.text, each.text), file, call.lineno) for each in owners)
+                one, other = (Expression(told.get(each.text, each.text), file, call.lineno) for each in owners)
                 yield one, other
 
 
@@ -140,7 +142,7 @@ def _function_of(tree: ast.AST, line: int) -> Function | None:
     return max(around, key=lambda one: one.lineno, default=None)
 
 
-def _model(said: Said, frames: Sequence[FrameType]) -> Any:
+def _model(said: Expression, frames: Sequence[FrameType]) -> Any:
     """What an expression stands for where the program is: in its own function, in its file, or in its object."""
     node, function = ast.parse(said.text, mode="eval").body, _function_of(parsed(said.file), said.line)
     for frame in (one for one in frames if one.f_code.co_filename == said.file):
@@ -164,7 +166,7 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield from ((target, one.value) for target in one.targets)
 
 
-def _is_copied(said: Said) -> bool:
+def _is_copied(said: Expression) -> bool:
     """Return whether it gets several values in its function, else in its file, and one of them is a copy."""
     tree = parsed(said.file)
     function = _function_of(tree, said.line)

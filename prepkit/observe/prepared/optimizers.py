@@ -216,7 +216,9 @@ def options(optimizers: Iterable[Any]) -> dict[str, object]:
 def grouped(optimizers: Iterable[Any], first: Mapping[int, str]) -> Groups:
     """Each group with its parameters and its options but for rates; ``first``: names by identity, of others none."""
     found = []
-    for group in (group for one in optimizers for group in inner(one).param_groups):
+    for group in (
+        group for one in optimizers for group in getattr(inner(one), "param_groups", ())
+    ):  # what offloads without an optimizer has none
         held = tuple(first[id(param)] for param in group["params"] if id(param) in first)
         said = {key: value for key, value in group.items() if key not in RATES and _is_plain(value)}
         found.append((held, tuple((key, str(value)) for key, value in sorted(said.items()))))
