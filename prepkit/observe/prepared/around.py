@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -93,9 +93,9 @@ def averages_weights(reduced: Container[str]) -> str:
     own = own_frames()
     imported = (code.co_filename for one in own for code in _of_module(one.f_globals))
     trees = {file: parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
-    called = {name_of(one) for tree in trees.values() for one in ast.walk(tree) if isinstance(one, ast.Call)}
+    called = {name_of(one) for tree in trees.values() for one in nodes(tree) if isinstance(one, ast.Call)}
     for file, tree in trees.items():
-        functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
+        functions = [one for one in nodes(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
         idle = {id(one) for function in functions for one in ast.walk(function)}
         for call in _averaged_weights(tree):
             if id(call) not in idle and (line := f"{Path(file).name}:{call.lineno}") not in reduced:
@@ -105,7 +105,7 @@ def averages_weights(reduced: Container[str]) -> str:
 
 def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
     """Yield calls that average what a loop over parameters gives, or one vector of them all."""
-    every = list(ast.walk(tree))
+    every = nodes(tree)
     assigned = (one for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v"))
     rows = {ast.unparse(one.targets[0]) for one in assigned}
     for node in every:
@@ -142,11 +142,26 @@ def texts_of_program() -> dict[str, str]:
 
 
 def parsed(file: str) -> ast.AST:
-    """Of what is no file of Python, or is gone, an empty module."""
+    """Of what is no file of Python, or is gone, an empty module. One tree for as long as the file is as it was."""
+    try:
+        told = Path(file).stat()
+    except (OSError, ValueError):
+        return ast.Module([], [])
+    return _parsed(file, told.st_mtime_ns, told.st_size)
+
+
+@lru_cache(maxsize=256)
+def _parsed(file: str, *_: int) -> ast.AST:
     try:
         return ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ast.Module([], [])
+
+
+@lru_cache(maxsize=256)
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree of ``parsed``."""
+    return tuple(ast.walk(tree))
 
 
 def frames_above(file: str) -> Iterator[FrameType]:
@@ -184,7 +199,7 @@ def in_one_loop(before: Iterable[Line], now: Iterable[Line]) -> bool:
     code, line = next((one for one in now if one[0] in known), (None, 0))
     if code is None:
         return False
-    loops = [one for one in ast.walk(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    loops = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
     spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
     around = [(begin, end) for begin, end in spans if begin <= known[code] <= end and begin >= code.co_firstlineno]
     return any(begin <= line <= end for begin, end in sorted(around)[-1:])
@@ -195,7 +210,7 @@ def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
     for frame in (one for one in frames if scheduler is not None and not is_of_library(one)):
         begin, end = _innermost(frame.f_code, frame.f_lineno)
         if begin:
-            calls = (one for one in ast.walk(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call))
+            calls = (one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call))
             methods = (one.func for one in calls if begin <= one.lineno <= end and isinstance(one.func, ast.Attribute))
             named = [known(frame, one.value) for one in methods if one.attr == "step"]
             return any(one is not None and scheduler in (one, getattr(one, "scheduler", None)) for one in named)
@@ -204,7 +219,7 @@ def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
 
 def _innermost(code: CodeType, line: int) -> tuple[int, int]:
     """First and last line of the innermost loop around a line of a function; zeros: there is none."""
-    loops = [one for one in ast.walk(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    loops = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
     spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
     around = [(begin, end) for begin, end in spans if begin <= line <= end and begin >= code.co_firstlineno]
     return max(around, default=(0, 0))
@@ -336,7 +351,7 @@ def saves_state(model: nn.Module) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for file in files:
         meant: dict[str, bool] = {}
-        for one in ast.walk(parsed(file)):
+        for one in nodes(parsed(file)):
             if isinstance(one, ast.Assign):
                 for name in ast.walk(ast.Tuple(one.targets, ast.Store())):
                     if isinstance(name, ast.Name):

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ from prepkit.observe.prepared.around import (
     known,
     name_of,
     names_weights,
+    nodes,
     own_frames,
     parsed,
     texts_of_program,
@@ -92,9 +94,9 @@ def mixes_itself() -> Iterator[tuple[str, str, str]]:
         if not (any(f"{one}()" in text for one in WEIGHTS) and (".data" in text or any(one in text for one in MIXES))):
             continue
         tree = parsed(file)
-        apart = [one for one in ast.walk(tree) if isinstance(one, ast.If) and "is not" in ast.unparse(one.test)]
+        apart = [one for one in nodes(tree) if isinstance(one, ast.If) and "is not" in ast.unparse(one.test)]
         asked = {id(inside) for one in apart for inside in ast.walk(one)}
-        for loop in ast.walk(tree):
+        for loop in nodes(tree):
             if not isinstance(loop, ast.For) or id(loop) in asked:
                 continue
             targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
@@ -124,7 +126,7 @@ def _given(
         yield owners[0], owners[1]
         return
     for file, text in texts.items():
-        for call in ast.walk(parsed(file)) if f"{function.name}(" in text else ():
+        for call in nodes(parsed(file)) if f"{function.name}(" in text else ():
             if isinstance(call, ast.Call) and name_of(call) == function.name:
                 told = dict(zip(takes[takes[:1] == ["self"] :], map(ast.unparse, call.args), strict=False))
                 told |= {one.arg: ast.unparse(one.value) for one in call.keywords if one.arg}
@@ -135,10 +137,15 @@ def _given(
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@lru_cache(maxsize=256)
+def functions(tree: ast.AST) -> tuple[Function, ...]:
+    """Those of a tree of ``parsed``."""
+    return tuple(one for one in nodes(tree) if isinstance(one, Function))
+
+
 def _function_of(tree: ast.AST, line: int) -> Function | None:
     """The innermost function around a line."""
-    every = [one for one in ast.walk(tree) if isinstance(one, Function)]
-    around = [one for one in every if one.lineno <= line <= (one.end_lineno or 0)]
+    around = [one for one in functions(tree) if one.lineno <= line <= (one.end_lineno or 0)]
     return max(around, key=lambda one: one.lineno, default=None)
 
 
