@@ -7,7 +7,8 @@ compared with sums of shares through inner products alone, so that the facts sta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import isclose, sqrt
 
 from attrs import frozen
 
@@ -287,6 +288,42 @@ def by_rank(one: GradientProof, copy: int, sums: Vector, facts: ProofFacts) -> V
             by = row[first] / rows[first][first]
             row[:] = [value - by * other for value, other in zip(row, rows[first], strict=True)]
     return tuple(row[-1] / row[rank] for rank, row in enumerate(rows))
+
+
+def common_weight(facts: ProofFacts) -> float | None:
+    """The factor that all losses carry; None: they carry different ones."""
+    weights = [share.weight for share in facts.shares]
+    return weights[0] if all(isclose(one, weights[0], rel_tol=1e-3) for one in weights) else None
+
+
+def mesh_groups(world: int, holder: int) -> Iterator[tuple[int, ...]]:
+    """Groups of ranks, next to each other or in steps, among which a mesh may have averaged."""
+    for size in range(2, world):
+        if world % size == 0:
+            first = holder - holder % size
+            yield tuple(range(first, first + size))
+            yield tuple(range(holder % (world // size), world, world // size))
+
+
+def only(facts: ProofFacts, sums: Vector, ranks: set[int]) -> Vector:
+    """The sums over these ranks alone, averaged over them."""
+    more = facts.world / len(ranks)
+    return tuple(a * more if share.rank in ranks else 0.0 for a, share in zip(sums, facts.shares, strict=True))
+
+
+def of_micros(facts: ProofFacts, sums: Vector, kept: set[int]) -> Vector:
+    """The sums over these micro-batches of each rank alone."""
+    return tuple(a if share.micro in kept else 0.0 for a, share in zip(sums, facts.shares, strict=True))
+
+
+def norm(facts: ProofFacts, sums: Vector) -> float:
+    """Of all gradients together, if they are these sums of shares."""
+    return sqrt(sum(square_of(one.gram, sums) for one in facts.gradients))
+
+
+def square_of(gram: Sequence[Vector], sums: Vector) -> float:
+    """Of the norm of a sum of shares of one gradient."""
+    return max(_product(gram, sums, sums), 0.0)
 
 
 def _product(gram: Sequence[Vector], one: Sequence[float], other: Sequence[float]) -> float:

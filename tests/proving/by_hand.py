@@ -261,7 +261,40 @@ def means_divided_by_ranks_and_micro_batches(rank: int, world: int) -> Window:
     return Window(model, lambda: loop(model, optimizer, by=4))
 
 
+def _scaled_by_hand(model: nn.Module, *, clips_first: bool) -> Window:
+    """A loss scale without a scaler, whose gradients are divided again."""
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (512.0 * loss_of(model, batch) / 2).backward()
+        for step in ("clip", "divide") if clips_first else ("divide", "clip"):
+            if step == "clip":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            else:
+                for param in model.parameters():
+                    param.grad.div_(512.0)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def clipped_before_it_is_unscaled_by_hand(rank: int, world: int) -> Window:
+    return _scaled_by_hand(DDP(net()), clips_first=True)
+
+
+def clipped_before_it_is_unscaled_by_hand_under_fsdp2(rank: int, world: int) -> Window:
+    model = net()
+    fully_shard(model)
+    return _scaled_by_hand(model, clips_first=True)
+
+
+def unscaled_by_hand_and_clipped(rank: int, world: int) -> Window:
+    return _scaled_by_hand(DDP(net()), clips_first=False)
+
+
 RIGHT_BY_HAND = (
+    unscaled_by_hand_and_clipped,
     a_weight_that_is_returned,
     a_weight_in_a_mapping,
     a_weight_in_an_object,
@@ -276,7 +309,11 @@ RIGHT_BY_HAND = (
     signs_behind_the_backward_under_fsdp2,
     the_same_noise_on_scaled_gradients,
 )
+
+
 ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
+    (clipped_before_it_is_unscaled_by_hand, "prove.clipped-scaled", "while they were scaled by 512"),
+    (clipped_before_it_is_unscaled_by_hand_under_fsdp2, "prove.clipped-scaled", "while they were scaled by 512"),
     (a_weight_that_is_returned_and_tripled, "prove.ratio", "(`log_sigma`) are 3.000 x"),
     (
         other_noise_on_each_rank,

@@ -13,7 +13,22 @@ from math import isclose, prod, sqrt
 
 from attrs import evolve, frozen
 
-from prepkit.facts.proof import GradientProof, ProofFacts, Vector, by_rank, counts, divided, kinds, mean
+from prepkit.facts.proof import (
+    GradientProof,
+    ProofFacts,
+    Vector,
+    by_rank,
+    common_weight,
+    counts,
+    divided,
+    kinds,
+    mean,
+    mesh_groups,
+    norm,
+    of_micros,
+    only,
+    square_of,
+)
 from prepkit.findings.text import count, spans
 
 NEAR = 0.03
@@ -32,6 +47,7 @@ NONE_OF = "no gradient of rank "
 UNLIKE = "a sum in which a rank's part has another weight: "
 OWN = "each rank's own: nobody averages them"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
+WHILE_SCALED = "clipped while they were scaled"
 BY_THE_RANKS = "sums divided by the samples of all ranks, whose average is taken too"
 OTHER_ON_EACH = "as they should be behind the backward, and the program has changed them since, other on each rank"
 
@@ -56,12 +72,6 @@ class Cause:
 # --- what the shares should add up to ---------------------------------------------------------------------------------
 
 
-def _common_weight(facts: ProofFacts) -> float | None:
-    """The factor that all losses carry; None: they carry different ones."""
-    weights = [share.weight for share in facts.shares]
-    return weights[0] if all(isclose(one, weights[0], rel_tol=1e-3) for one in weights) else None
-
-
 def _own(facts: ProofFacts) -> Iterator[float]:
     """Weights that are right: 1, and those that the loss's own factors make, as of half a square."""
     each = {share.meant for share in facts.shares}
@@ -71,7 +81,7 @@ def _own(facts: ProofFacts) -> Iterator[float]:
 
 def _weighed(facts: ProofFacts) -> Cause | None:
     """What is wrong with the factor of the losses, if it is one of this run's own numbers; else it is meant."""
-    weight, micros, world = _common_weight(facts), divided(facts), facts.world
+    weight, micros, world = common_weight(facts), divided(facts), facts.world
     if weight is None or facts.wasted or any(near(weight, by * own) for own in _own(facts) for by in {1, kinds(facts)}):
         return None  # where some were cleared, that explains the number
     known, weight = facts.accumulation is not None, weight / kinds(facts)
@@ -109,24 +119,26 @@ def _clipping(facts: ProofFacts, aim: Vector) -> float:
     return max(min(1.0, clip.most / (length + 1e-6)), NOTHING**5)  # by nothing it is divided
 
 
-def norm(facts: ProofFacts, sums: Vector) -> float:
-    """Of all gradients together, if they are these sums of shares."""
-    return sqrt(sum(_square(one.gram, sums) for one in facts.gradients))
+@lru_cache(maxsize=8)
+def scaled_by_hand(facts: ProofFacts) -> float:
+    """A number by which the program has multiplied its losses and divided their gradients again; 1: there is none."""
+    weight = common_weight(facts)
+    if weight is None or weight < LEAST or _weighed(facts) is not None:
+        return 1.0
+    sums = tuple(weight * a for a in mean(facts))
+    square = sum(square_of(one.gram, sums) for one in facts.gradients if one.dots)
+    cross = sum(a * dot for one in facts.gradients for a, dot in zip(sums, (one.dots or ((),))[0], strict=False))
+    unscaled = bool(square) and near(cross / square * weight, _clipping(facts, sums))
+    return weight if unscaled else 1.0
 
 
 # --- one gradient -----------------------------------------------------------------------------------------------------
 
 
-def _square(gram: Sequence[Vector], sums: Vector) -> float:
-    return max(
-        sum(a * b * value for a, row in zip(sums, gram, strict=True) for b, value in zip(sums, row, strict=True)), 0.0
-    )
-
-
 def _distance(one: GradientProof, copy: int, sums: Vector) -> float:
     """Norm of what was recorded less a sum of shares."""
     cross = sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True))
-    return sqrt(max(one.squares[copy] - 2 * cross + _square(one.gram, sums), 0.0))
+    return sqrt(max(one.squares[copy] - 2 * cross + square_of(one.gram, sums), 0.0))
 
 
 def _apart(one: GradientProof) -> bool:
@@ -140,7 +152,7 @@ def _apart(one: GradientProof) -> bool:
 
 def _fitted(one: GradientProof, copy: int, sums: Vector) -> float:
     """The factor with which the sum is nearest to what was recorded."""
-    square = _square(one.gram, sums)
+    square = square_of(one.gram, sums)
     return sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True)) / square if square else 0.0
 
 
@@ -169,13 +181,13 @@ class _Aim:
     def allowed(self, one: GradientProof) -> float:
         """Return how far from the sum a right gradient may lie."""
         typical = self.clipping * self.scale * sqrt(one.numel)
-        rounding = self.facts.eps * (sqrt(_square(one.gram, self.sums)) + 0.25 * typical)
+        rounding = self.facts.eps * (sqrt(square_of(one.gram, self.sums)) + 0.25 * typical)
         return MARGIN * (self.clipping * one.noise + rounding)
 
     def cause(self, one: GradientProof, copy: int) -> Cause | None:
         """Why one replica of a gradient is not what it should be; None: it is, or nobody can tell."""
         sums = self._by(one.holders[copy]) if len(one.dots) > 1 else self.sums
-        allowed, size = self.allowed(one), sqrt(_square(one.gram, sums))
+        allowed, size = self.allowed(one), sqrt(square_of(one.gram, sums))
         if _distance(one, copy, sums) <= allowed:
             return None
         share = max(sqrt(one.gram[i][i]) for i in range(len(one.gram))) if one.gram else 0.0
@@ -199,7 +211,7 @@ class _Aim:
             *_clipped_apart(self.facts, plain),
             *_parts(self.facts, sums, one.holders[copy]),
         ):
-            ratio, length = _fitted(one, copy, other), sqrt(_square(one.gram, other))
+            ratio, length = _fitted(one, copy, other), sqrt(square_of(one.gram, other))
             if cause.why.startswith(NONE_OF) and (not near(ratio, 1.0) or _apart(one)):
                 continue  # as it is behind a true average alone
             if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
@@ -214,7 +226,7 @@ class _Aim:
 
     def _turned(self, one: GradientProof, copy: int, sums: Vector) -> Cause | None:
         """Of a gradient in another direction; None: that is told as a limit."""
-        square, size = one.squares[copy] * _square(one.gram, sums), sqrt(_square(one.gram, sums))
+        square, size = one.squares[copy] * square_of(one.gram, sums), sqrt(square_of(one.gram, sums))
         cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
         off = _distance(one, copy, sums) / size if size else 0.0
         if self.as_left(one):
@@ -242,7 +254,7 @@ class _Aim:
         """Whether every gradient is such a multiple of its mean over ranks that all samples together weigh one."""
         whole = _whole(self.facts)
         seen = (one for one in self.facts.gradients if one.dots)
-        told = (one for one in seen if sqrt(_square(one.gram, self.sums)) > 3 * self.allowed(one))
+        told = (one for one in seen if sqrt(square_of(one.gram, self.sums)) > 3 * self.allowed(one))
         return all(near(_fitted(one, 0, self.sums) * whole, 1.0) for one in told)
 
     def scaled_apart(self, gradients: Sequence[GradientProof], *, turned: bool) -> Cause | None:
@@ -255,7 +267,7 @@ class _Aim:
         for one in gradients:
             seen = set()
             for part in one.parts or (one,):
-                size = sqrt(_square(part.gram, plain))
+                size = sqrt(square_of(part.gram, plain))
                 if len(part.dots) != 1 or size <= 3 * self.allowed(part):
                     continue
                 ratio = _fitted(part, 0, plain)
@@ -288,7 +300,7 @@ class _Aim:
 def _whole(facts: ProofFacts) -> float:
     """What all samples weigh together, averaged over the ranks: 1 in a mean; 0 where the losses do not say so."""
     known = [abs(one.each) * one.count for one in facts.shares if one.each is not None and one.count is not None]
-    return sum(known) / facts.world if len(known) == len(facts.shares) else 0.0
+    return sum(known) / (facts.world * scaled_by_hand(facts)) if len(known) == len(facts.shares) else 0.0
 
 
 def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
@@ -298,11 +310,13 @@ def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
     if weighed is not None and near(rest, 1.0):
         return Cause(weighed.rule, weighed.why, ratio)
     also = f", and {weighed.why}" if weighed is not None else ""
-    world, micros, scale = facts.world, divided(facts), facts.scale
+    world, micros, scale, by_hand = facts.world, divided(facts), facts.scale, scaled_by_hand(facts)
+    early = _clipping(facts, tuple(by_hand * a for a in mean(facts))) / clipping
     or_micros, or_divided = (
         f" (or {how} by the {micros} micro-batches)" * (micros == world) for how in ("multiplied", "divided once more")
     )
     table: tuple[tuple[bool, float, str, str], ...] = (
+        (by_hand > 1, early, "prove.clipped-scaled", f"{WHILE_SCALED} by {by_hand:g}"),
         (clipping < 1, 1 / clipping, "prove.not-clipped", "never clipped"),
         (scale > 1, scale, "prove.scaled", f"stepped while they are scaled by {scale:g}: never unscaled"),
         (scale > 1, 1 / scale, "prove.scaled", f"unscaled twice, by {scale:g}"),
@@ -323,9 +337,9 @@ def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause
         rest = tuple(0.0 if share.rank == rank else a for a, share in zip(sums, facts.shares, strict=True))
         yield Cause("prove.no-gradient", f"{NONE_OF}{rank}"), rest
     for rank in range(world) if world > 1 else ():
-        yield Cause("prove.not-averaged", "", rank=rank), _only(facts, sums, {rank})
-    for group in _groups(world, holder):
-        yield Cause("prove.part-of-ranks", "", group=group), _only(facts, sums, set(group))
+        yield Cause("prove.not-averaged", "", rank=rank), only(facts, sums, {rank})
+    for group in mesh_groups(world, holder):
+        yield Cause("prove.part-of-ranks", "", group=group), only(facts, sums, set(group))
     if micros > 1:
         last = micros - 1
         for by, rule, why in (
@@ -342,7 +356,7 @@ def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause
             (set(range(1, micros)), "without the first micro-batch"),
         ):
             if len(kept) < micros:
-                yield Cause("prove.micro-batch", why), _of_micros(facts, sums, kept)
+                yield Cause("prove.micro-batch", why), of_micros(facts, sums, kept)
         if world > 1:
             own = tuple(
                 a * world * (share.rank == holder) if share.micro < last else a
@@ -369,31 +383,16 @@ def _clipped_apart(facts: ProofFacts, sums: Vector) -> Iterator[tuple[Cause, Vec
         yield Cause("prove.clipped-scaled", BY_EACH_RANK), shrunk
 
 
-def _groups(world: int, holder: int) -> Iterator[tuple[int, ...]]:
-    """Groups of ranks, next to each other or in steps, among which a mesh may have averaged."""
-    for size in range(2, world):
-        if world % size == 0:
-            first = holder - holder % size
-            yield tuple(range(first, first + size))
-            yield tuple(range(holder % (world // size), world, world // size))
-
-
-def _only(facts: ProofFacts, sums: Vector, ranks: set[int]) -> Vector:
-    more = facts.world / len(ranks)
-    return tuple(a * more if share.rank in ranks else 0.0 for a, share in zip(sums, facts.shares, strict=True))
-
-
-def _of_micros(facts: ProofFacts, sums: Vector, kept: set[int]) -> Vector:
-    return tuple(a if share.micro in kept else 0.0 for a, share in zip(sums, facts.shares, strict=True))
-
-
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 
 def aim_of(facts: ProofFacts) -> _Aim:
     """Return what every gradient of these facts should be."""
-    average, own = mean(facts), _weighed(facts) is None  # what is no number of this run is the loss's own
-    average = tuple(a * (share.weight if own else kinds(facts)) for a, share in zip(average, facts.shares, strict=True))
+    plain, own = mean(facts), _weighed(facts) is None  # what is no number of this run is the loss's own
+    by = scaled_by_hand(facts)
+    average = tuple(
+        a * (share.weight / by if own else kinds(facts)) for a, share in zip(plain, facts.shares, strict=True)
+    )
     clipping = _clipping(facts, average)
     sums = tuple(clipping * a for a in average)
     numel = sum(one.numel for one in facts.gradients)
@@ -430,7 +429,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     right = False
     for one in facts.gradients:
         each = [aim.cause(one, copy) for copy in range(len(one.dots))]
-        there = sqrt(_square(one.gram, aim.sums)) > 3 * aim.allowed(one)
+        there = sqrt(square_of(one.gram, aim.sums)) > 3 * aim.allowed(one)
         right = right or (there and bool(one.dots) and not any(each))
         if not one.dots and there:
             each = [Cause("prove.no-gradient", "")]
@@ -442,7 +441,8 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for key in lacking:
             alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
             found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
-    turned = any(rule in ("prove.direction", "prove.clipped-scaled") for rule, _ in found)
+    apart = ("prove.direction", "prove.clipped-scaled")
+    turned = any(rule in apart and not why.startswith(WHILE_SCALED) for rule, why in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
         return ((scaled, tuple(one.name for one in facts.gradients)),)
     return tuple(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, tasks
+from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, norm, tasks
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
@@ -17,11 +17,12 @@ from prepkit.rules.run.proof_causes import (
     OTHER_ON_EACH,
     OWN,
     UNLIKE,
+    WHILE_SCALED,
     Cause,
     aim_of,
     causes,
     near,
-    norm,
+    scaled_by_hand,
 )
 
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
@@ -29,6 +30,7 @@ BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 ALMOST, LITTLE = 0.9, 0.3  # cosine and distance up to which a gradient is nearly the right one
 _FREEZE = "Freeze by requires_grad_(False), since zeros are stepped too; else look for what sets them to zero."
 _COUNTS = "Give mean_over the number of labels that count in this loss: (labels != -100).sum()."
+_UNSCALE_FIRST = "Divide the gradients by that scale first, and clip them then."
 _ELSEWHERE = (
     "Let the engine clip: Config(clip=pk.ClipNorm(...)), or gradient_clipping of DeepSpeed, which keeps gradients "
     "elsewhere than in param.grad."
@@ -97,6 +99,8 @@ def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts)
     """What to do where that is not what the rule says in general."""
     if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
         return "Clip once the gradients are averaged, by one norm of all of them."
+    if cause.why.startswith(WHILE_SCALED):
+        return _UNSCALE_FIRST
     if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART):
         return (
             "Clip by the norm of all parts: model.clip_grad_norm_ of FSDP1, of FSDP2 torch's clip_grad_norm_ over the "
@@ -247,12 +251,13 @@ def clipped(facts: ProofFacts) -> Iterator[Hit]:
         return
     length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
     off = clip.seen / length if length else 1.0
-    if facts.scale > 1 and near(off, facts.scale):
+    scale, by_hand = (facts.scale, False) if facts.scale > 1 else (scaled_by_hand(facts), True)
+    if scale > 1 and near(off, scale):
         what = (
-            f"Gradients were clipped to {clip.most:g} while they were scaled by {facts.scale:g}: their norm seemed to "
+            f"Gradients were clipped to {clip.most:g} while they were scaled by {scale:g}: their norm seemed to "
             f"be {clip.seen:.4g}, and is {length:.4g}."
         )
-        yield Hit("gradients", what)
+        yield Hit("gradients", what, _UNSCALE_FIRST if by_hand else "")
     elif abs(off - 1) > 0.1 and not causes(facts):
         what = f"Gradients were clipped by a norm of {clip.seen:.4g}, and their norm is {length:.4g}."
         yield Hit("gradients", what, "" if clip.seen else _ELSEWHERE)

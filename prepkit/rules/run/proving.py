@@ -8,12 +8,12 @@ from math import sqrt
 
 from attrs import evolve
 
-from prepkit.facts.proof import ProofFacts, StepProof, counts, mean
+from prepkit.facts.proof import ProofFacts, StepProof, counts, mean, norm
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, norm, steps_apart
+from prepkit.rules.run.proof_causes import MARGIN, causes, steps_apart
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
