@@ -326,11 +326,11 @@ class Kept:
 
     def untouched(self) -> bool:
         """Whether nobody has cleared, replaced or written it."""
-        return _memory(self.param) == self.memory
+        return memory_of(self.param) == self.memory
 
     def still(self) -> bool:
         """Whether it lies where it lay, whoever has written it."""
-        return (now := _memory(self.param)) is not None and now[:2] == self.memory[:2]
+        return (now := memory_of(self.param)) is not None and now[:2] == self.memory[:2]
 
     def zero(self) -> bool:
         """Whether it holds zeros alone. Waits for its device."""
@@ -339,7 +339,7 @@ class Kept:
 
 
 @torch.no_grad()
-def _memory(param: Tensor) -> tuple[StorageWeakRef, int, int] | None:
+def memory_of(param: Tensor) -> tuple[StorageWeakRef, int, int] | None:
     """Where its gradient lies, and how often that was written; None without one that lies in memory."""
     part = None if param.grad is None else local(param.grad)
     if part is None or part.layout is not torch.strided or part.device.type == "meta" or not part.numel():
@@ -393,7 +393,7 @@ class KeptGradients:
         """Take down where it has left what it has added to."""
         for kept in self._kept.values():
             for one in kept:
-                one.memory, one.backwards = _memory(one.param) or one.memory, one.backwards + 1
+                one.memory, one.backwards = memory_of(one.param) or one.memory, one.backwards + 1
 
     def step_begins(self, optimizer: Any) -> None:
         """Of any optimizer of torch's, be it watched or not."""
@@ -416,7 +416,7 @@ class KeptGradients:
         if due and self._counts(optimizer, params):
             self._samples[optimizer] = nsmallest(SAMPLED, params.values(), key=torch.numel)
             followed = {id(one): one for each in self._samples.values() for one in each if id(one) in params}
-            places = ((one, _memory(one)) for one in followed.values())
+            places = ((one, memory_of(one)) for one in followed.values())
             self._kept[optimizer] = [Kept(one, memory, self._clock) for one, memory in places if memory is not None]
 
     def _again(self, one: Kept, optimizer: Any) -> bool:

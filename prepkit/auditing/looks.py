@@ -8,11 +8,13 @@ from attrs import define, evolve, field
 
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.watch import DriftWatch, stepping
+from prepkit.facts.run import RunFacts
+from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding
 from prepkit.ranks.arrivals import Arrivals
 from prepkit.ranks.world import world
-from prepkit.rules import due
-from prepkit.rules.rule import Moment, Need
+from prepkit.rules import by_id, due
+from prepkit.rules.rule import Moment, Need, findings_of
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
@@ -65,6 +67,11 @@ class ScriptLooks:
         root = found.facts.model.classes[found.facts.model.modules[0].cls].name
         told = (one for one in found.findings if one.rule in OF_GRADIENTS)
         self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told))
+
+    def stale(self, lines: tuple[tuple[str, str], ...]) -> None:
+        """Takes what a later step of any optimizer is about to step that is none of its own."""
+        facts = RunFacts(window=WindowFacts(stale=lines))
+        self._adds(findings_of((by_id()["run.others-gradients"],), facts))
 
     def ended(self, why: str) -> ScriptEnded:
         """What is raised where the script does not come so far."""

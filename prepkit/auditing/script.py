@@ -89,7 +89,7 @@ def audit_run(run: Callable[[], object], *, steps: int = 1) -> Audit | None:
 
 def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
     try:
-        with audited_at_first_step(looks.first, looks.arrivals, looks.other if looks.steps > 1 else None):
+        with audited_at_first_step(looks.first, looks.arrivals, looks if looks.steps > 1 else None):
             run()
         looks.arrivals.ends("its script has come to its end")
     except FirstStep:
@@ -102,11 +102,11 @@ def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
 
 @contextmanager
 def audited_at_first_step(
-    heard: Callable[[Audit], None], arrivals: Arrivals, others: Callable[[Audit], None] | None = None
+    heard: Callable[[Audit], None], arrivals: Arrivals, others: ScriptLooks | None = None
 ) -> Iterator[None]:
     """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
 
-    ``others``: is handed that of every other optimizer, before its first step.
+    ``others``: takes that of every other optimizer, before its first step, and stale gradients of later steps.
 
     Where the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and
     hands on its own. Raises ``RanksApart`` there where not every rank comes.
@@ -114,9 +114,11 @@ def audited_at_first_step(
     window, earlier, stepped = Window(arrivals=arrivals), Earlier(), dict[int, Any]()
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
+        if id(optimizer) in stepped and others is not None and window.ledger.stale:
+            others.stale(window.ledger.stale)
         if id(optimizer) in stepped or (stepped and others is None):
             return
-        tell = others if others is not None and stepped else heard
+        tell = others.other if others is not None and stepped else heard
         stepped[id(optimizer)] = optimizer  # which keeps its id
         closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
         made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
@@ -125,12 +127,12 @@ def audited_at_first_step(
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
         tell(everywhere(found) if asks else found)
 
-    handle = register_optimizer_step_pre_hook(look)
-    try:
-        with window.on():
+    with window.on():
+        handle = register_optimizer_step_pre_hook(look)  # behind those of the window
+        try:
             yield
-    finally:
-        handle.remove()
+        finally:
+            handle.remove()
 
 
 def _awaited(optimizer: Any) -> tuple[nn.Parameter, ...]:

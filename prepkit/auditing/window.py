@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from prepkit.auditing import workers
 from prepkit.auditing.forwards import Forwards
+from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.losses import Losses
 from prepkit.auditing.recomputed import Recomputed
@@ -92,6 +93,7 @@ class Window:
     forwards: Forwards = field(factory=Forwards)
     losses: Losses = field(factory=Losses)
     loads: Loads = field(factory=Loads)
+    ledger: Ledger = field(factory=Ledger)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -122,6 +124,7 @@ class Window:
             stack.enter_context(self.recomputed.on())
             stack.enter_context(self.losses.on())
             stack.enter_context(self.loads.on())
+            stack.enter_context(self.ledger.on())
             stack.enter_context(Standing(self.arrivals).on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -184,6 +187,7 @@ class Window:
             overlap=overlap(alive),
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
+            stale=self.ledger.stale,
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),

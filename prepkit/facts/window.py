@@ -184,6 +184,9 @@ class WindowFacts:
     """Whether a loss went backward past accelerate, divided by nothing."""
     cleared: str = ""
     """The line of the program that has cleared gradients since the last backward; empty: none has."""
+    stale: tuple[tuple[str, str], ...] = ()
+    """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
+    nobody, and it lies before the loop."""
     rebuilt: str = ""
     """The line of the last backward, where its loss leads to no parameter; empty: it leads to some, or is large."""
     taken: str = ""

@@ -280,6 +280,9 @@ BROKEN: dict[str, RunFacts] = {
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), division="sampler", replicas=2, weights=5),),
     ),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
+    "run.others-gradients": evolve(
+        FINE, window=WindowFacts(stale=(("train.py:31", "train.py:32"), ("train.py:9", "")))
+    ),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
     "run.recompiled": later(recompiled=(("forward", 8),)),
     "run.trainer-schedule": evolve(

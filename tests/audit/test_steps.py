@@ -82,6 +82,89 @@ def two_models(*, detached: bool) -> Train:
     return train
 
 
+def turns(*, clears_first: bool) -> Train:
+    """A judge that is cleared before its turn, or behind it, where the maker's loss has gone through it since."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        maker, judge = layers(8), layers(1)
+        makes, judges = (torch.optim.Adam(one.parameters(), 1e-3) for one in (maker, judge))
+        for x, _ in batches():
+            makes.zero_grad()
+            fn.softplus(-judge(maker(x))).mean().backward()
+            makes.step()
+            if clears_first:
+                judges.zero_grad()
+            made = maker(x).detach()
+            (fn.softplus(-judge(x)).mean() + fn.softplus(judge(made)).mean()).backward()
+            judges.step()
+            if not clears_first:
+                judges.zero_grad()
+
+    return train
+
+
+def warmed_up(*, clears_first: bool) -> Train:
+    """One backward before the loop, as to see whether all fits into memory."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, y = batches()[0]
+        fn.cross_entropy(model(x), y).backward()
+        if clears_first:
+            model.zero_grad()
+        for x, y in batches():
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return train
+
+
+def trunk_of_two_heads() -> None:
+    """Each head steps in its own turn, and the trunk behind both."""
+    torch.manual_seed(0)
+    trunk, heads = layers(8), [nn.Linear(8, 4), nn.Linear(8, 4)]
+    steps = torch.optim.SGD(trunk.parameters(), 0.1)
+    each = [torch.optim.SGD(head.parameters(), 0.1) for head in heads]
+    for x, y in batches():
+        for head, own in zip(heads, each, strict=True):
+            own.zero_grad()
+            fn.cross_entropy(head(trunk(x)), y).backward()
+            own.step()
+        steps.step()
+        steps.zero_grad()
+
+
+def trunk_of_four_micro_batches() -> None:
+    """The head steps behind each of them."""
+    torch.manual_seed(0)
+    trunk, head = layers(8), nn.Linear(8, 4)
+    slow, fast = (torch.optim.SGD(one.parameters(), 0.1) for one in (trunk, head))
+    for at, (x, y) in enumerate(batches()):
+        fn.cross_entropy(head(trunk(x)), y).backward()
+        fast.step()
+        fast.zero_grad()
+        if at % 4 == 3:
+            slow.step()
+            slow.zero_grad()
+
+
+def last_micro_batch_by_itself() -> None:
+    """Behind the loop of the others, as it is the one that averages over ranks."""
+    torch.manual_seed(0)
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for first, (x, y) in zip(batches(), batches(), strict=True):
+        for part in first[0].split(2):
+            (model(part).square().mean() / 4).backward()
+        (fn.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def scheduled(ticks: int) -> Train:
     def train() -> None:
         torch.manual_seed(0)
@@ -111,8 +194,15 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         (trains(evaluates(goes_on=False), drops=True), "run.drift-mode"),
         (two_models(detached=True), "run.steps-nothing"),
         (scheduled(4), "run.drift-ticks"),
+        (turns(clears_first=False), "run.others-gradients"),
     ],
-    ids=["zero_grad forgotten", "left in evaluation", "maker detached", "a schedule of four ticks"],
+    ids=[
+        "zero_grad forgotten",
+        "left in evaluation",
+        "maker detached",
+        "a schedule of four ticks",
+        "judge not cleared",
+    ],
 )
 def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rule: str) -> None:
     assert found(train, 1) == (1, [])
@@ -126,11 +216,20 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         trains(evaluates(goes_on=True), drops=True),
         two_models(detached=False),
         scheduled(24),
+        turns(clears_first=True),
+        warmed_up(clears_first=True),
+        trunk_of_two_heads,
+        trunk_of_four_micro_batches,
+        last_micro_batch_by_itself,
     ],
-    ids=["plain", "evaluated", "two models", "a schedule that lasts"],
+    ids=["plain", "evaluated", "two models", "a schedule that lasts", "turns", "warmed up", "heads", "slow", "last"],
 )
 def test_a_right_loop_has_nothing_behind_its_first_step(train: Train) -> None:
     assert found(train) == (STEPS, [])
+
+
+def test_gradients_from_before_the_loop_are_told_at_its_first_step() -> None:
+    assert found(warmed_up(clears_first=False), 1) == (1, ["run.others-gradients"])
 
 
 @pytest.fixture

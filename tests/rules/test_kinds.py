@@ -46,7 +46,8 @@ WARNINGS = _ids(
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "
         "drift-options drift-still drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
         "trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
-        "drops-evaluating shifted loss-bounded parts-overlap reseeded",
+        "drops-evaluating shifted loss-bounded parts-overlap reseeded "
+        "others-gradients",
     }
 )
 """What is said, and refuses nothing."""

@@ -199,10 +199,27 @@ def in_one_loop(before: Iterable[Line], now: Iterable[Line]) -> bool:
     code, line = next((one for one in now if one[0] in known), (None, 0))
     if code is None:
         return False
-    loops = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
-    spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
+    spans = _loops(code.co_filename)
     around = [(begin, end) for begin, end in spans if begin <= known[code] <= end and begin >= code.co_firstlineno]
     return any(begin <= line <= end for begin, end in sorted(around)[-1:])
+
+
+def loops_have(before: Iterable[Line], now: Iterable[Line]) -> bool:
+    """Return whether some loop, in any function in which both stand, has both."""
+    known = dict(before)
+    shared = [(code, known[code], line) for code, line in now if code in known]
+    return any(
+        begin <= first <= end and begin <= line <= end
+        for code, first, line in shared
+        for begin, end in _loops(code.co_filename)
+        if begin >= code.co_firstlineno
+    )
+
+
+def _loops(file: str) -> list[tuple[int, int]]:
+    """First and last line of each loop."""
+    loops = [one for one in nodes(parsed(file)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    return [(one.lineno, one.end_lineno or one.lineno) for one in loops]
 
 
 def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
@@ -219,8 +236,7 @@ def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
 
 def _innermost(code: CodeType, line: int) -> tuple[int, int]:
     """First and last line of the innermost loop around a line of a function; zeros: there is none."""
-    loops = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
-    spans = [(one.lineno, one.end_lineno or one.lineno) for one in loops]
+    spans = _loops(code.co_filename)
     around = [(begin, end) for begin, end in spans if begin <= line <= end and begin >= code.co_firstlineno]
     return max(around, default=(0, 0))
 

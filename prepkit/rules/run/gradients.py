@@ -80,6 +80,16 @@ def _chosen(facts: RunFacts) -> set[str]:
     return set(facts.gradients.missing if facts.ddp else facts.gradients.not_chosen)
 
 
+def _of_others(facts: RunFacts) -> Iterator[Hit]:
+    for line, stepped in facts.window.stale if facts.window is not None else ():
+        if stepped:
+            what = f"They hold those of the backward at {line} as well, which another optimizer has stepped ({stepped})"
+            yield Hit("gradients", f"{what}: nobody has cleared them before the last backward.")
+        else:
+            what = f"They hold those of the backward at {line} as well, which lies before the loop of this step"
+            yield Hit("gradients", f"{what}: nobody has cleared them.")
+
+
 def _left_out(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
     if found is None or len(found.missing) >= found.stepped or _waits(facts):
@@ -243,6 +253,15 @@ RULES: tuple[Rule, ...] = (
             "torch.tensor(...), .item() or .detach(); give the optimizer what is trained."
         ),
         milder="for gradients of zeros that nobody was seen to clear, as of a window without a label that counts",
+    ),
+    Rule(
+        id="run.others-gradients",
+        summary="Gradients that are stepped are of the losses of that step.",
+        check=_of_others,
+        at=(Moment.AUDIT,),
+        fix="Call zero_grad() of that optimizer right before the first backward of its own turn.",
+        severity=Severity.WARNING,
+        source=("torch Optimizer.zero_grad",),
     ),
     Rule(
         id="run.gradients-waited-for",
