@@ -33,7 +33,10 @@ from prepkit.auditing.loads import Loads
 from prepkit.auditing.losses import Losses
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
+from prepkit.auditing.samples import Samples
 from prepkit.auditing.standing import Standing
+from prepkit.auditing.terms import Terms
+from prepkit.auditing.values import Computing
 from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import named_parameters, sites, unwrap_root
@@ -52,6 +55,7 @@ from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated
 from prepkit.observe.prepared.modules import elsewhere, generator
 from prepkit.observe.prepared.optimizers import inner
+from prepkit.observe.prepared.trainers import planned
 from prepkit.ranks.arrivals import Arrivals
 
 DIVIDES = ("DivBackward0", "MulBackward0")
@@ -94,6 +98,9 @@ class Window:
     losses: Losses = field(factory=Losses)
     loads: Loads = field(factory=Loads)
     ledger: Ledger = field(factory=Ledger)
+    samples: Samples = field(factory=Samples)
+    terms: Terms = field(factory=Terms)
+    values: Computing = field(factory=Computing)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -121,11 +128,9 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
-            stack.enter_context(self.recomputed.on())
-            stack.enter_context(self.losses.on())
-            stack.enter_context(self.loads.on())
-            stack.enter_context(self.ledger.on())
-            stack.enter_context(Standing(self.arrivals).on())
+            listening = (self.recomputed, self.losses, self.loads, self.ledger, self.samples, self.terms, self.values)
+            for one in (*listening, Standing(self.arrivals)):
+                stack.enter_context(one.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):
@@ -158,7 +163,7 @@ class Window:
 
         Reads on in streams that several workers give, which nobody reads afterwards.
         """
-        trainer, steps, ticks = _planned()
+        trainer, steps, ticks = planned()
         first = {} if model is None else {id(param): name for name, param in named_parameters(model).items()}
         return WindowFacts(
             float16=tuple(self._float16),
@@ -188,6 +193,9 @@ class Window:
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             stale=self.ledger.stale,
+            samples=self.samples.facts(alive),
+            terms=self.terms.facts(),
+            values=self.values.facts(model),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),
@@ -439,29 +447,6 @@ def _scalers() -> list[type]:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     return [torch.amp.GradScaler, ShardedGradScaler]
-
-
-def _planned() -> tuple[str, int | None, int | None]:
-    """The Trainer of transformers or Lightning whose code steps now, its steps, and how often it ticks a scheduler."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        kinds = {f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in type(owner).__mro__}
-        if "transformers.Trainer" in kinds and isinstance(steps := getattr(owner.state, "max_steps", None), int):  # type: ignore[union-attr]
-            return "the Trainer", steps, steps
-        if kinds & {"lightning.Trainer", "pytorch_lightning.Trainer"}:
-            return ("the Trainer", *_of_lightning(owner))
-        frame = frame.f_back  # type: ignore[assignment]
-    return "", None, None
-
-
-def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
-    steps = trainer.estimated_stepping_batches
-    configs = trainer.lr_scheduler_configs
-    if not isinstance(steps, int) or len(configs) != 1:
-        return None, None
-    epochs = trainer.max_epochs if isinstance(trainer.max_epochs, int) and trainer.max_epochs > 0 else None
-    return steps, (steps if configs[0].interval == "step" else epochs)
 
 
 def goes_backward() -> bool:

@@ -6,6 +6,10 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.samples import SampleFacts
+from prepkit.facts.terms import TermFacts
+from prepkit.facts.values import ValueFacts
+
 Groups = tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...]
 """Groups of optimizers: the names of the parameters of each, and its options but for rates, with their values."""
 OddSample = Literal["", "shifted", "unmasked", "learned", "both", "counted"]
@@ -184,6 +188,9 @@ class WindowFacts:
     """Whether a loss went backward past accelerate, divided by nothing."""
     cleared: str = ""
     """The line of the program that has cleared gradients since the last backward; empty: none has."""
+    samples: SampleFacts = SampleFacts()
+    terms: TermFacts = TermFacts()
+    values: ValueFacts = ValueFacts()
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""
