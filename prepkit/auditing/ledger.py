@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import nsmallest
@@ -23,8 +24,11 @@ from prepkit.observe.prepared.around import (
     line_of_program,
     lines_of_program,
     loops_have,
+    reads_gradients,
 )
 
+AGAIN = 3
+"""So many optimizers of one line say that it makes one for each step."""
 MOST = 512
 """Backwards that are followed."""
 
@@ -54,15 +58,19 @@ class _Entry:
     param: Tensor
     memory: Any = None
     parts: list[int] = field(factory=list)
+    by_hand: bool = False
+    """Whether the program has put another tensor there since the last backward."""
 
-    def looks(self) -> None:
-        """Forgets what somebody has cleared or put there."""
-        now, before = memory_of(self.param), self.memory
+    def looks(self) -> list[int]:
+        """Forgets what somebody has cleared or put there, and returns it."""
+        now, before, gone = memory_of(self.param), self.memory, list[int]()
         if now != before:
             elsewhere = now is None or before is None or now[:2] != before[:2]
             zero = self.param.grad is None or not local(self.param.grad).any()
-            self.parts = [] if elsewhere or zero else self.parts
+            self.by_hand = self.by_hand or (elsewhere and not zero)
+            gone, self.parts = (self.parts, []) if elsewhere or zero else ([], self.parts)
         self.memory = now
+        return gone
 
 
 @define(eq=False)
@@ -74,8 +82,20 @@ class Ledger:
     _entries: weakref.WeakKeyDictionary[Any, list[_Entry]] = field(factory=weakref.WeakKeyDictionary)
     _known: weakref.WeakSet[Any] = field(factory=weakref.WeakSet)
     """Optimizers."""
+    _made_at: weakref.WeakKeyDictionary[Any, str] = field(factory=weakref.WeakKeyDictionary)
+    """The line that has made each."""
+    _begun: Counter[tuple[str, str, frozenset[int]]] = field(factory=Counter)
+    """Optimizers of one line over the same parameters that have begun to step, by line, class and parameters."""
+    _gone: Counter[int] = field(factory=Counter)
+    """Backwards whose gradients were cleared somewhere."""
+    _suspected: list[tuple[Any, int, tuple[str, str]]] = field(factory=list)
+    """Stale gradients of an optimizer whose last backward has gone into those of others too, which may step them."""
     stale: tuple[tuple[str, str], ...] = ()
     """As in ``WindowFacts``, of the step that begins."""
+    wasted: tuple[tuple[str, int], ...] = ()
+    """Likewise."""
+    anew: tuple[str, str] = ("", "")
+    """Likewise."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -90,36 +110,68 @@ class Ledger:
         finally:
             handle.remove()
 
+    def told(self) -> dict[str, Any]:
+        """What is wrong with the step that begins, as fields of ``WindowFacts``."""
+        return {"stale": self.stale, "wasted": self.wasted, "anew": self.anew}
+
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:
         plain(optimizer, *given, **named)
         self._known.add(optimizer)
+        self._made_at[optimizer] = line_of_program(frames_above(__file__))
 
     @torch.no_grad()
     def _steps(self, optimizer: Any, *_: Any) -> None:
-        self.stale = ()
+        self.stale, self.wasted, self.anew = (), (), ("", "")
         if len(self._went) >= MOST:
             return
+        self._looks()
         entries = self._entries.get(optimizer, [])
-        for one in entries:
-            one.looks()
         parts = sorted({part for one in entries for part in one.parts})
-        self.stale = tuple(dict.fromkeys((*self._of_other_turns(optimizer, parts), *self._from_before(parts))))
+        self.anew = self._made_again(optimizer)
+        found = (*self._of_other_turns(optimizer, parts), *self._confirmed(optimizer), *self._from_before(parts))
+        self.stale = tuple(dict.fromkeys(found))
         line = line_of_program(frames_above(__file__))
         self._turns.append(_Turn(weakref.ref(optimizer), len(self._went), frozenset(parts), line))
+        self.wasted = tuple(self._in_vain(entries))
+
+    def _looks(self) -> None:
+        """Takes down what was cleared."""
+        for one in self._followed():
+            self._gone.update(one.looks())
+
+    def _made_again(self, optimizer: Any) -> tuple[str, str]:
+        """Class and line of an optimizer that has state, and is the third of its line that begins to step the same."""
+        begun = any(turn.optimizer() is optimizer for turn in self._turns)
+        if begun or not (line := self._made_at.get(optimizer, "")) or not _remembers(optimizer):
+            return "", ""
+        key = line, type(optimizer).__name__, frozenset(id(one.param) for one in self._entries.get(optimizer, ()))
+        self._begun[key] += bool(key[2])
+        return (key[1], line) if self._begun[key] == AGAIN else ("", "")
 
     def _of_other_turns(self, optimizer: Any, parts: list[int]) -> Iterator[tuple[str, str]]:
         """Those of losses that another optimizer has stepped, before the last loss, which is of this one alone."""
         last = parts[-1] if parts else 0
         mine = {id(one.param) for one in self._entries.get(optimizer, ())}
         others = [one for each in self._entries.values() for one in each if id(one.param) not in mine]
-        if any(last in one.parts for one in others):
-            return
+        shared = any(last in one.parts for one in others)
         for part in parts[:-1]:
             for turn in self._turns:
                 taken = part in turn.parts and turn.at <= last and turn.optimizer() is not optimizer
                 later = {self._went[one].line for one in parts if one >= turn.at}
                 if taken and self._went[part].line not in later:
-                    yield self._went[part].line, turn.line
+                    pair = self._went[part].line, turn.line
+                    if not shared:
+                        yield pair
+                    else:
+                        self._suspected.append((weakref.ref(optimizer), last, pair))
+
+    def _confirmed(self, optimizer: Any) -> Iterator[tuple[str, str]]:
+        """What was suspected of this optimizer's last step: nobody else has stepped its last backward since."""
+        mine = [one for one in self._suspected if one[0]() is optimizer]
+        self._suspected = [one for one in self._suspected if one[0]() is not optimizer]
+        for _, last, pair in mine:
+            if not any(last in turn.parts and turn.optimizer() is not optimizer for turn in self._turns):
+                yield pair
 
     def _from_before(self, parts: list[int]) -> Iterator[tuple[str, str]]:
         """Those from outside of every loop around the step, in some of which the last one lies."""
@@ -128,18 +180,34 @@ class Ledger:
             outside = (self._went[part] for part in parts if not loops_have(self._went[part].stands, now))
             yield from ((one.line, "") for one in outside)
 
+    def _in_vain(self, entries: list[_Entry]) -> Iterator[tuple[str, int]]:
+        """Lines of this loop whose gradients were cleared before anybody had stepped them, and how often.
+
+        Of none where the program reads gradients, or writes into them or into weights, itself: it uses them so.
+        """
+        stepped = {part for turn in self._turns for part in turn.parts}
+        left = {part for each in self._entries.values() for one in each for part in one.parts}
+        lines = Counter(self._went[part].line for part in self._gone if part not in stepped | left)
+        now = lines_of_program(frames_above(__file__))
+        again = [line for line, many in lines.items() if many > 1]
+        if not again or any(one.by_hand for one in entries) or reads_gradients():
+            return
+        for line in again:
+            where = next(one for one in reversed(self._went) if one.line == line)
+            if loops_have(where.stands, now):
+                yield line, lines[line]
+
     def _backward(self, plain: Any, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or len(self._went) >= MOST:
             return plain(*given, **named)
         with torch.no_grad():
-            for one in self._followed():
-                one.looks()
+            self._looks()
         result = plain(*given, **named)
         frames = list(frames_above(__file__))
         self._went.append(_Went(line_of_program(frames), tuple(lines_of_program(frames))))
         for one in self._followed():
             if (now := memory_of(one.param)) != one.memory:
-                one.memory = now
+                one.memory, one.by_hand = now, False
                 one.parts.append(len(self._went) - 1)
         return result
 
@@ -150,5 +218,12 @@ class Ledger:
             if one not in self._entries:
                 held = {id(param): param for group in one.param_groups for param in group["params"]}
                 trained = [param for param in held.values() if param.requires_grad]
-                self._entries[one] = [_Entry(param) for param in nsmallest(SAMPLED, trained, key=torch.numel)]
+                self._entries[one] = [
+                    _Entry(param, memory_of(param)) for param in nsmallest(SAMPLED, trained, key=torch.numel)
+                ]
             yield from self._entries[one]
+
+
+def _remembers(optimizer: Any) -> bool:
+    """Return whether it keeps something from step to step, as all do but SGD without momentum."""
+    return type(optimizer).__name__ != "SGD" or any(group.get("momentum") for group in optimizer.param_groups)

@@ -36,6 +36,10 @@ class Loads:
         """Return what living modules did not take."""
         return tuple(one for module, one in self._last.values() if one is not None and module() is not None)
 
+    def knows(self, module: nn.Module) -> bool:
+        """Whether something was loaded into it, or into a part of it."""
+        return any(self._last.get(id(one), (lambda: None,))[0]() is one for one in module.modules())
+
     def untied(self) -> Iterator[tuple[str, str]]:
         """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
         for owner, *pair in self._ties:

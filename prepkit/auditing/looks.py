@@ -18,6 +18,7 @@ from prepkit.rules.rule import Moment, Need, findings_of
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
+OF_LEDGER = ("others-gradients", "backward-wasted", "optimizer-anew")
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 
 
@@ -68,10 +69,11 @@ class ScriptLooks:
         told = (one for one in found.findings if one.rule in OF_GRADIENTS)
         self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told))
 
-    def stale(self, lines: tuple[tuple[str, str], ...]) -> None:
-        """Takes what a later step of any optimizer is about to step that is none of its own."""
-        facts = RunFacts(window=WindowFacts(stale=lines))
-        self._adds(findings_of((by_id()["run.others-gradients"],), facts))
+    def of_ledger(self, told: dict[str, Any]) -> None:
+        """Takes what is wrong with the gradients of a later step of any optimizer, as far as a ledger tells."""
+        if any(told.values()):
+            facts = RunFacts(window=WindowFacts(**told))
+            self._adds(findings_of((by_id()[f"run.{name}"] for name in OF_LEDGER), facts))
 
     def ended(self, why: str) -> ScriptEnded:
         """What is raised where the script does not come so far."""

@@ -49,6 +49,8 @@ from prepkit.rules.rule import findings_of
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
+OPTIMIZERS = 8
+"""That are looked at: a program may make one for each step."""
 _OURS = str(Path(__file__).parents[1]) + "/"
 
 
@@ -114,9 +116,9 @@ def audited_at_first_step(
     window, earlier, stepped = Window(arrivals=arrivals), Earlier(), dict[int, Any]()
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
-        if id(optimizer) in stepped and others is not None and window.ledger.stale:
-            others.stale(window.ledger.stale)
-        if id(optimizer) in stepped or (stepped and others is None):
+        if stepped and others is not None:
+            others.of_ledger(window.ledger.told())
+        if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= OPTIMIZERS:
             return
         tell = others.other if others is not None and stepped else heard
         stepped[id(optimizer)] = optimizer  # which keeps its id

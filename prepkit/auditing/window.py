@@ -46,15 +46,17 @@ from prepkit.observe.prepared.around import (
     averages_weights,
     frames_above,
     in_one_loop,
+    is_foreign,
     line_of_program,
     lines_of_program,
+    reads_gradients,
     stepped_next,
     ticked_in_loop,
 )
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated
 from prepkit.observe.prepared.modules import elsewhere, generator
-from prepkit.observe.prepared.optimizers import inner
+from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.observe.prepared.trainers import planned
 from prepkit.ranks.arrivals import Arrivals
 
@@ -179,6 +181,9 @@ class Window:
             loaded=self.loads.lost(),
             untied=tuple(self.loads.untied()),
             idle=tuple(self._idle()),
+            unheld=()
+            if any(isinstance(one, nn.Module) and engines(one) for one in alive) or reads_gradients()
+            else tuple(self._unheld(alive, first.keys())),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
             forgetful=tuple(self.recomputed.forgetful),
@@ -192,7 +197,7 @@ class Window:
             overlap=overlap(alive),
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
-            stale=self.ledger.stale,
+            **self.ledger.told(),
             samples=self.samples.facts(alive),
             terms=self.terms.facts(),
             values=self.values.facts(model),
@@ -346,6 +351,17 @@ class Window:
         for model, result in self._compiled:
             if id(model()) in inside and id(result()) not in inside:
                 yield type(model()).__name__
+
+    def _unheld(self, alive: list[Any], known: Iterable[int]) -> Iterator[tuple[str, int]]:
+        """Yield modules of the program that train, get gradients, were not loaded, and that no optimizer holds."""
+        optimizers = (one for one in alive if isinstance(one, torch.optim.Optimizer))
+        held = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+        for module in self.called():
+            params = {id(one) for one in module.parameters() if one.requires_grad and one.grad is not None}
+            own = not is_foreign(getattr(sys.modules.get(type(module).__module__), "__file__", None) or "<")
+            if params.isdisjoint(held.union(known)) and params and own and module.training:
+                if not self.loads.knows(module):
+                    yield type(module).__name__, len(params)
 
     def _reads(self, plain: Any, reading: Any, loader: Any) -> None:
         before = loader.worker_init_fn

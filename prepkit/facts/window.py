@@ -171,6 +171,8 @@ class WindowFacts:
     """Pairs of names that were one parameter before a ``load_state_dict(assign=True)``, and are two alike since."""
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
+    unheld: tuple[tuple[str, int], ...] = ()
+    """Classes of modules that train and that no optimizer holds, with how many of their parameters have gradients."""
     workers: tuple[WorkersAlike, ...] = ()
     forgetful: tuple[str, ...] = ()
     """What was checkpointed, without its random numbers, and has drawn some."""
@@ -194,6 +196,10 @@ class WindowFacts:
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""
+    wasted: tuple[tuple[str, int], ...] = ()
+    """Lines of the loop of this step whose gradients were cleared before anybody stepped them, and how often."""
+    anew: tuple[str, str] = ("", "")
+    """Class and line of an optimizer that the program makes for each step; empty: it makes none."""
     rebuilt: str = ""
     """The line of the last backward, where its loss leads to no parameter; empty: it leads to some, or is large."""
     taken: str = ""

@@ -222,6 +222,12 @@ def _loops(file: str) -> list[tuple[int, int]]:
     return [(one.lineno, one.end_lineno or one.lineno) for one in loops]
 
 
+def reads_gradients() -> bool:
+    """Return whether the program reads or writes ``.grad`` somewhere in the files whose functions run."""
+    files = dict.fromkeys(one.f_code.co_filename for one in own_frames())
+    return any(isinstance(one, ast.Attribute) and one.attr == "grad" for file in files for one in nodes(parsed(file)))
+
+
 def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
     """Return whether the innermost loop of the program around the lines that run now ticks this scheduler."""
     for frame in (one for one in frames if scheduler is not None and not is_of_library(one)):

@@ -90,6 +90,24 @@ def _of_others(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("gradients", f"{what}: nobody has cleared them.")
 
 
+def _in_vain(facts: RunFacts) -> Iterator[Hit]:
+    for line, many in facts.window.wasted if facts.window is not None else ():
+        what = f"The backward at {line} has run {count(many, 'time')} whose gradients were cleared before any step"
+        yield Hit("gradients", f"{what}: these batches train nothing.")
+
+
+def _unheld(facts: RunFacts) -> Iterator[Hit]:
+    for name, many in facts.window.unheld if facts.window is not None else ():
+        what = f"`{name}` trains and gets gradients of {count(many, 'parameter')}, and no optimizer holds any of them"
+        yield Hit("optimizer", f"{what}: it stays as it was made.")
+
+
+def _anew(facts: RunFacts) -> Iterator[Hit]:
+    name, line = facts.window.anew if facts.window is not None else ("", "")
+    if name:
+        yield Hit("optimizer", f"A new {name} is made for each step ({line}): what the last one has averaged is lost.")
+
+
 def _left_out(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
     if found is None or len(found.missing) >= found.stepped or _waits(facts):
@@ -262,6 +280,33 @@ RULES: tuple[Rule, ...] = (
         fix="Call zero_grad() of that optimizer right before the first backward of its own turn.",
         severity=Severity.WARNING,
         source=("torch Optimizer.zero_grad",),
+    ),
+    Rule(
+        id="run.backward-wasted",
+        summary="What a backward of the loop has made is stepped.",
+        check=_in_vain,
+        at=(Moment.AUDIT,),
+        fix="Call zero_grad() right behind the step alone, and not before each micro-batch.",
+        severity=Severity.WARNING,
+        source=("torch Optimizer.zero_grad",),
+    ),
+    Rule(
+        id="run.module-unheld",
+        summary="A module that gets gradients is stepped by somebody, or frozen.",
+        check=_unheld,
+        at=(Moment.AUDIT,),
+        fix="Give its parameters() to an optimizer too, or freeze it by requires_grad_(False).",
+        severity=Severity.WARNING,
+        source=("torch Optimizer.add_param_group",),
+    ),
+    Rule(
+        id="run.optimizer-anew",
+        summary="An optimizer lasts longer than a step.",
+        check=_anew,
+        at=(Moment.AUDIT,),
+        fix="Make the optimizer once, before the loop, and hand it to the function that steps.",
+        severity=Severity.WARNING,
+        source=("torch Optimizer.state",),
     ),
     Rule(
         id="run.gradients-waited-for",
