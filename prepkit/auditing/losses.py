@@ -274,3 +274,22 @@ def _spread(loss: Any) -> tuple[int, int] | None:
 def _shape(node: Any) -> tuple[int, ...]:
     """Of what a node of a graph has computed."""
     return tuple(node._input_metadata[0].shape)
+
+
+MOST_NODES = 64
+"""Of a graph in which no parameter is looked for any longer."""
+
+
+def leads_to_parameter(loss: Any) -> bool:
+    """Return whether the graph of a loss leads to a parameter; a large one is taken to."""
+    node = getattr(loss, "grad_fn", None)
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < MOST_NODES:
+        node = waiting.pop()
+        leaf = loss if node is None else getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            return True
+        after = {one for one, _ in getattr(node, "next_functions", ()) if one is not None} - seen
+        seen |= after
+        waiting += after
+    return bool(waiting)

@@ -29,8 +29,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from prepkit.auditing import workers
 from prepkit.auditing.forwards import Forwards
 from prepkit.auditing.ledger import Ledger
+from prepkit.auditing.libraries import Asked
 from prepkit.auditing.loads import Loads
-from prepkit.auditing.losses import Losses
+from prepkit.auditing.loops import Turning
+from prepkit.auditing.losses import Losses, leads_to_parameter
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
 from prepkit.auditing.samples import Samples
@@ -103,6 +105,8 @@ class Window:
     samples: Samples = field(factory=Samples)
     terms: Terms = field(factory=Terms)
     values: Computing = field(factory=Computing)
+    libraries: Asked = field(factory=Asked)
+    turns: Turning = field(factory=Turning)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -131,7 +135,7 @@ class Window:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
             listening = (self.recomputed, self.losses, self.loads, self.ledger, self.samples, self.terms, self.values)
-            for one in (*listening, Standing(self.arrivals)):
+            for one in (*listening, self.libraries, self.turns, Standing(self.arrivals)):
                 stack.enter_context(one.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -181,9 +185,7 @@ class Window:
             loaded=self.loads.lost(),
             untied=tuple(self.loads.untied()),
             idle=tuple(self._idle()),
-            unheld=()
-            if any(isinstance(one, nn.Module) and engines(one) for one in alive) or reads_gradients()
-            else tuple(self._unheld(alive, first.keys())),
+            unheld=tuple(self._unheld(alive, first.keys())),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),
             undivided=self.undivided,
             forgetful=tuple(self.recomputed.forgetful),
@@ -201,6 +203,8 @@ class Window:
             samples=self.samples.facts(alive),
             terms=self.terms.facts(),
             values=self.values.facts(model),
+            libraries=self.libraries.facts(),
+            turns=self.turns.facts(),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),
@@ -238,6 +242,7 @@ class Window:
 
     def _hears_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
         leaves, before = self.forwards.enters(module, args, kwargs), generator("cpu")
+        self.losses.compared = []  # of an earlier micro-batch
 
         def left(outputs: Any) -> None:
             self.draws = self.draws or (type(unwrap_root(module)[-1]).__name__ if generator("cpu") != before else "")
@@ -296,7 +301,7 @@ class Window:
         self.arrivals.goes_backward()
         self.cleared = self.taken = ""
         given_to = tensors if isinstance(tensors, tuple | list) else (tensors,)
-        self.rebuilt = "" if any(map(_leads, given_to)) else line_of_program(frames_above(__file__))
+        self.rebuilt = "" if any(map(leads_to_parameter, given_to)) else line_of_program(frames_above(__file__))
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         self.losses.backward(loss)
         node = getattr(loss, "grad_fn", None)
@@ -355,13 +360,13 @@ class Window:
     def _unheld(self, alive: list[Any], known: Iterable[int]) -> Iterator[tuple[str, int]]:
         """Yield modules of the program that train, get gradients, were not loaded, and that no optimizer holds."""
         optimizers = (one for one in alive if isinstance(one, torch.optim.Optimizer))
-        held = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
-        for module in self.called():
+        held = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}.union(known)
+        by_hand = reads_gradients() or any(isinstance(one, nn.Module) and engines(one) for one in alive)
+        for module in () if by_hand else self.called():
             params = {id(one) for one in module.parameters() if one.requires_grad and one.grad is not None}
             own = not is_foreign(getattr(sys.modules.get(type(module).__module__), "__file__", None) or "<")
-            if params.isdisjoint(held.union(known)) and params and own and module.training:
-                if not self.loads.knows(module):
-                    yield type(module).__name__, len(params)
+            if own and module.training and params and params.isdisjoint(held) and not self.loads.knows(module):
+                yield type(module).__name__, len(params)
 
     def _reads(self, plain: Any, reading: Any, loader: Any) -> None:
         before = loader.worker_init_fn
@@ -419,25 +424,6 @@ def _float16_units(root: nn.Module) -> Iterator[str]:
             options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
         if getattr(options, "param_dtype", None) == torch.float16:
             yield type(options).__name__
-
-
-MOST_NODES = 64
-"""Of a graph in which no parameter is looked for any longer."""
-
-
-def _leads(loss: Any) -> bool:
-    """Return whether the graph of a loss leads to a parameter; a large one is taken to."""
-    node = getattr(loss, "grad_fn", None)
-    waiting, seen = [node], {node}
-    while waiting and len(seen) < MOST_NODES:
-        node = waiting.pop()
-        leaf = loss if node is None else getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter):
-            return True
-        after = {one for one, _ in getattr(node, "next_functions", ()) if one is not None} - seen
-        seen |= after
-        waiting += after
-    return bool(waiting)
 
 
 def _by_a_library() -> bool:

@@ -6,6 +6,8 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.libraries import LibraryFacts
+from prepkit.facts.loops import TurnFacts
 from prepkit.facts.samples import SampleFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.facts.values import ValueFacts
@@ -193,6 +195,8 @@ class WindowFacts:
     samples: SampleFacts = SampleFacts()
     terms: TermFacts = TermFacts()
     values: ValueFacts = ValueFacts()
+    libraries: LibraryFacts = LibraryFacts()
+    turns: TurnFacts = TurnFacts()
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""
