@@ -22,6 +22,7 @@ from prepkit.auditing.losses import LossCompared
 from prepkit.facts.window import ForwardFacts, SamplesMixed
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
+from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.modules import drops
 
 SLOW_S = 5.0
@@ -37,6 +38,12 @@ ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
 CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 
 
+LARGE = 1 << 22
+"""Elements up to which what two calls were given is compared."""
+NODES = 4096
+"""Of a graph that are looked at."""
+
+
 @define(eq=False)
 class Forwards:
     """Calls of models that train, from outside of any other."""
@@ -44,6 +51,30 @@ class Forwards:
     _calls: dict[int, ModelCall] = field(factory=dict)
     _rests: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     """Models that were called without gradients."""
+    alike: dict[tuple[str, str], None] = field(factory=dict)
+    """As in ``WindowFacts``."""
+    _twins: list[tuple[Any, Any, str, str]] = field(factory=list)
+    """Nodes of graphs of two calls with the same that gave the same, since the last backward."""
+    _roots: dict[int, tuple[ModelCall, Any]] = field(factory=dict)
+    """The last call of each module since then that was given no tensor with a graph, and a node of its outputs."""
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it was called before."""
+        return id(module) in self._calls
+
+    def backward(self, loss: Any) -> None:
+        """Takes down which calls that say the same this loss is made of."""
+        seen = nodes_of(loss) if self._twins else set()
+        self.alike |= {(name, line): None for one, other, name, line in self._twins if {one, other} <= seen}
+        self._twins, self._roots = [], {}
+
+    def _compares(self, module: nn.Module, call: ModelCall, outputs: Any) -> None:
+        """Whether the last call of this module was the same. Reads what both were given, and have returned."""
+        node = next((one.grad_fn for one in tensors(outputs) if one.grad_fn is not None), None)
+        before, self._roots[id(module)] = self._roots.get(id(module)), (call, node)
+        if before is not None and node is not None and before[1] is not None and _same_call(before[0], call):
+            line = line_of_program(frames_above(__file__))
+            self._twins.append((before[1], node, type(unwrap_root(module)[-1]).__name__, line))
 
     def enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
         """Keeps a call that trains, and returns what is to hear of its outputs."""
@@ -55,8 +86,12 @@ class Forwards:
         while len(self._calls) > MOST:
             del self._calls[next(iter(self._calls))]
 
+        from_outside = not any(one.requires_grad for one in tensors((args, kwargs)))
+
         def leaves(outputs: Any) -> None:
             call.outputs = apart(outputs)
+            if from_outside:
+                self._compares(module, call, outputs)
 
         return leaves
 
@@ -92,6 +127,29 @@ class Forwards:
             if _can_be_asked(inside):
                 yield from _asked(call, inside, sizes, losses, returned)
         self._calls.clear()
+
+
+def _same_call(one: ModelCall, other: ModelCall) -> bool:
+    """Return whether both got, and gave, the same; of few tensors that are not large."""
+    pairs = [*tensors((one.args, one.kwargs, one.outputs))], [*tensors((other.args, other.kwargs, other.outputs))]
+    small = all(0 < each.numel() <= LARGE for each in pairs[0])
+    return small and len(pairs[0]) == len(pairs[1]) > 1 and all(map(_identical, *pairs))
+
+
+def _identical(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def nodes_of(loss: Any) -> set[Any]:
+    """Nodes of the graph of a loss, of a large one some."""
+    roots = [getattr(one, "grad_fn", None) for one in (loss if isinstance(loss, tuple | list) else (loss,))]
+    seen: set[Any] = {one for one in roots if one is not None}
+    waiting = [*seen]
+    while waiting and len(seen) < NODES:
+        after = {one for one, _ in waiting.pop().next_functions if one is not None} - seen
+        seen |= after
+        waiting += after
+    return seen
 
 
 def _can_be_asked(module: nn.Module) -> bool:
@@ -198,7 +256,8 @@ def _ahead(asking: Asking, first: list[Tensor], losses: list[LossCompared], retu
             if (looks := _looks_ahead(asking, first, tokens, dim)) is not None:
                 found.append((name, distance, looks, tokens.is_floating_point()))
     next_ones = [(name, looks) for name, distance, looks, _ in found if distance == 1]
-    copied = [name for name, distance, looks, floats in found if distance < 1 and not looks and not floats]
+    masks = "MaskedLM" in type(asking.module).__name__  # which sees both ways, and is to say what it does not see
+    copied = [name for name, distance, looks, floats in found if distance < 1 and not floats and (masks or not looks)]
     return {
         "ahead": next_ones[-1][0] if next_ones and all(looks for _, looks in next_ones) else "",
         "copies": copied[0] if copied and not next_ones else "",

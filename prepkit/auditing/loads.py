@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from prepkit.facts.window import Loaded
-from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above
+from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above, line_of_program
 
 
 @define(eq=False)
@@ -25,6 +25,8 @@ class Loads:
     """By ``id`` of a module what was wrong with its last load."""
     _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
     """Names that were one parameter before a load that replaced parameters, with whose they are."""
+    itself: dict[tuple[str, str], None] = field(factory=dict)
+    """Classes of modules that were given their own living weights, and lines."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -51,12 +53,23 @@ class Loads:
 
     def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         ties = _tied(module) if named.get("assign") or given[2:3] == (True,) else []
-        result, state = plain(module, *given, **named), given[0] if given else named["state_dict"]
+        state = given[0] if given else named["state_dict"]
+        if _is_own(module, state) and called_by_program(frames_above(__file__)):
+            self.itself[type(module).__name__, line_of_program(frames_above(__file__))] = None
+        result = plain(module, *given, **named)
         self._ties += [(weakref.ref(module), *pair) for pair in ties]
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
         told = _lost(module, state, missing, unexpected) if missing else None
         self._last[id(module)] = weakref.ref(module), told
         return result
+
+
+def _is_own(module: nn.Module, state: Mapping[Any, Any]) -> bool:
+    """Return whether all that is loaded lies in the memory of the parameters that are to take it."""
+    params = dict(module.named_parameters(remove_duplicate=False))
+    pairs = [(params[key], one) for key, one in state.items() if key in params and isinstance(one, Tensor)]
+    here = [(a, b) for a, b in pairs if a.numel() and type(a.data) is type(b.data) is Tensor and not a.is_meta]
+    return bool(here) and all(a.data_ptr() == b.data_ptr() for a, b in here)
 
 
 def _lost(module: nn.Module, state: Mapping[Any, Any], missing: list[str], unexpected: set[str]) -> Loaded | None:

@@ -18,7 +18,8 @@ from prepkit.rules.rule import Moment, Need, findings_of
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
-OF_LEDGER = ("others-gradients", "backward-wasted", "optimizer-anew")
+LATER = ("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself")
+"""Rules over what a window hears behind the first step too."""
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 
 
@@ -69,11 +70,11 @@ class ScriptLooks:
         told = (one for one in found.findings if one.rule in OF_GRADIENTS)
         self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told))
 
-    def of_ledger(self, told: dict[str, Any]) -> None:
-        """Takes what is wrong with the gradients of a later step of any optimizer, as far as a ledger tells."""
+    def later(self, told: dict[str, Any]) -> None:
+        """Takes what a window has heard before a later step of any optimizer."""
         if any(told.values()):
             facts = RunFacts(window=WindowFacts(**told))
-            self._adds(findings_of((by_id()[f"run.{name}"] for name in OF_LEDGER), facts))
+            self._adds(findings_of((by_id()[f"run.{name}"] for name in LATER), facts))
 
     def ended(self, why: str) -> ScriptEnded:
         """What is raised where the script does not come so far."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.facts.window import Misgiven
-from prepkit.observe.prepared.around import around_calls
+from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above
 
 SQUASHED = {
     "cross_entropy": ("Softmax",),
@@ -66,6 +67,9 @@ class Losses:
     misgiven: dict[Misgiven, None] = field(factory=dict)
     compared: list[LossCompared] = field(factory=list)
     """The last ones of ``PLACES``."""
+    _noise: list[tuple[weakref.ref[Tensor], int]] = field(factory=list)
+    """What was drawn since the last backward, and how many models had been called before."""
+    _calls: int = 0
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -73,10 +77,40 @@ class Losses:
         with ExitStack() as stack:
             for name in dict.fromkeys((*PLACES, *SQUASHED, *TAKES)):
                 stack.enter_context(around_calls(nn.functional, name, partial(self._hears, name)))
+            for name in ("randn_like", "rand_like", "randn", "rand"):
+                stack.enter_context(around_calls(torch, name, self._draws))
+            for home, name in ((nn.functional, "softmax"), (torch, "softmax"), (Tensor, "softmax")):
+                stack.enter_context(around_calls(home, name, self._softmax))
             yield
+
+    def enters(self) -> None:
+        """Hears that a model is called."""
+        self._calls += 1
+
+    def _draws(self, plain: Any, *given: Any, **named: Any) -> Any:
+        drawn = plain(*given, **named)
+        if not torch.compiler.is_compiling():
+            self._noise = [*self._noise, (weakref.ref(drawn), self._calls)][-MOST:]
+        return drawn
+
+    def _softmax(self, plain: Any, values: Any, *given: Any, **named: Any) -> Any:
+        dim = named.get("dim", given[0] if given else None)
+        places = isinstance(dim, int) and dim % 4 > 1 and getattr(values, "dim", int)() == 4
+        compiles = torch.compiler.is_compiling()
+        if places and not compiles and _before(values) == "Convolution" and called_by_program(frames_above(__file__)):
+            what = f"what a convolution gives, of shape {[*values.shape]}, with dim={dim}: its places"
+            self._misgiven("softmax", what, "Write softmax(dim=1), which are the classes.", "bounded")
+        return plain(values, *given, **named)
+
+    def _is_fresh_noise(self, target: Tensor) -> bool:
+        """Whether it was drawn behind the last call of a model, and noise of its shape before that call."""
+        drawn = [(noise, at) for one, at in self._noise if (noise := one()) is not None]
+        fresh = any(noise is target and at == self._calls for noise, at in drawn)
+        return fresh and any(noise.shape == target.shape and at < self._calls for noise, at in drawn)
 
     def backward(self, loss: Any) -> None:
         """Hears of what goes backward, be it computed by a loss of torch's or by hand."""
+        self._noise = []
         if (shape := _spread(loss)) is not None:
             self._misgiven("loss", f"what compares each of {shape[0]} outputs with all {shape[1]} targets", _SHAPE)
 
@@ -97,6 +131,9 @@ class Losses:
             self._bounded(name, before, bounds, known)
         for what, fix in TAKES[name](known) if name in TAKES else ():
             self._misgiven(name, what, fix)
+        if name in DIFFERENCES and self._is_fresh_noise(known["target"]):
+            what = "noise as targets that was drawn behind the call of the model, which was given other noise"
+            self._misgiven(name, what, "Give it the noise that was added to what the model was given.")
         if name in PLACES:
             self.compared = [*self.compared, _compared(known)][-MOST:]
 

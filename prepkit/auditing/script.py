@@ -49,8 +49,6 @@ from prepkit.rules.rule import findings_of
 
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
-OPTIMIZERS = 8
-"""That are looked at: a program may make one for each step."""
 _OURS = str(Path(__file__).parents[1]) + "/"
 
 
@@ -117,8 +115,8 @@ def audited_at_first_step(
 
     def look(optimizer: Any, arguments: Any, named: Any) -> None:
         if stepped and others is not None:
-            others.of_ledger(window.ledger.told())
-        if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= OPTIMIZERS:
+            others.later(window.told())
+        if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= 8:  # one for each step
             return
         tell = others.other if others is not None and stepped else heard
         stepped[id(optimizer)] = optimizer  # which keeps its id
@@ -133,6 +131,8 @@ def audited_at_first_step(
         handle = register_optimizer_step_pre_hook(look)  # behind those of the window
         try:
             yield
+            if stepped and others is not None:
+                others.later({"loaded_itself": tuple(window.loads.itself)})  # behind the last step
         finally:
             handle.remove()
 

@@ -56,7 +56,7 @@ from prepkit.observe.prepared.around import (
     ticked_in_loop,
 )
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
-from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated
+from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated, rebound
 from prepkit.observe.prepared.modules import elsewhere, generator
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.observe.prepared.trainers import planned
@@ -158,6 +158,10 @@ class Window:
             stack.enter_context(around_calls(_MultiProcessingDataLoaderIter, "__init__", self._reads))
             yield self
 
+    def told(self) -> dict[str, Any]:
+        """What later steps may have as well, as fields of ``WindowFacts``."""
+        return {**self.ledger.told(), "loaded_itself": tuple(self.loads.itself)}
+
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""
         return [module for one in self._called.values() if (module := one()) is not None]
@@ -183,6 +187,9 @@ class Window:
             squashed=tuple(self.losses.squashed),
             misgiven=tuple(self.losses.misgiven),
             loaded=self.loads.lost(),
+            loaded_itself=tuple(self.loads.itself),
+            alike=tuple(self.forwards.alike),
+            rebound=tuple(rebound()),
             untied=tuple(self.loads.untied()),
             idle=tuple(self._idle()),
             unheld=tuple(self._unheld(alive, first.keys())),
@@ -241,8 +248,10 @@ class Window:
         return self._hears_outputs(module, args, kwargs) if module.training else None
 
     def _hears_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
+        self.losses.enters()
+        if self.forwards.knows(module):
+            self.losses.compared = []  # of an earlier micro-batch
         leaves, before = self.forwards.enters(module, args, kwargs), generator("cpu")
-        self.losses.compared = []  # of an earlier micro-batch
 
         def left(outputs: Any) -> None:
             self.draws = self.draws or (type(unwrap_root(module)[-1]).__name__ if generator("cpu") != before else "")
@@ -304,6 +313,7 @@ class Window:
         self.rebuilt = "" if any(map(leads_to_parameter, given_to)) else line_of_program(frames_above(__file__))
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         self.losses.backward(loss)
+        self.forwards.backward(loss)
         node = getattr(loss, "grad_fn", None)
         if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:
             self.undivided = True

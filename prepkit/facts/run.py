@@ -112,6 +112,8 @@ class PreparedScheduler:
     """How often it was ticked after it was made, loaded ticks included."""
     by_batch: bool = False
     """Whether its class is made to be ticked with every batch, as ``OneCycleLR``."""
+    factor: tuple[float, float] | None = None
+    """Of ``LambdaLR``, where a function gives it: the rate that it multiplies, and the largest factor that is found."""
 
 
 Division = Literal["", "sampler", "accelerate", "dataset"]

@@ -169,6 +169,12 @@ class WindowFacts:
     squashed: tuple[tuple[str, str], ...] = ()
     """Losses that were not given what they take: function, and what was computed before it, such as a softmax."""
     loaded: tuple[Loaded, ...] = ()
+    loaded_itself: tuple[tuple[str, str], ...] = ()
+    """Classes of modules that were given their own living weights to load, and lines."""
+    alike: tuple[tuple[str, str], ...] = ()
+    """Classes of modules that were called twice for one loss, with the same, and gave the same; and lines."""
+    rebound: tuple[str, ...] = ()
+    """Lines that bind a name of a loop over weights anew, where they were to change what it stands for."""
     untied: tuple[tuple[str, str], ...] = ()
     """Pairs of names that were one parameter before a ``load_state_dict(assign=True)``, and are two alike since."""
     idle: tuple[str, ...] = ()

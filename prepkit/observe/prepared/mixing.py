@@ -190,7 +190,7 @@ def _owners(node: ast.AST) -> Iterator[ast.expr]:
 
 RESTS = re.compile(
     r"(^|_)(ref|reference|teacher|ema|average|averaged|frozen|old|momentum|anchor)(_?(model|net|network|policy|actor))?$"
-    r"|(^|_)target_?(model|net|network|policy|actor|critic)$|(_|^)(q|critic|actor|policy)_?target$"
+    r"|^(target|tgt)$|(^|_)target_?(model|net|network|policy|actor|critic)$|(_|^)(q|critic|actor|policy)_?target$"
 )
 """Names of a model that is not to change as another one trains."""
 
@@ -206,6 +206,25 @@ def aliased() -> Iterator[tuple[str, str]]:
             rests = [name for name in names_of_one if RESTS.search(name.lower())]
             if others := [name for name in names_of_one if name not in rests]:
                 yield from ((name, others[0]) for name in rests)
+
+
+def rebound() -> Iterator[str]:
+    """Yield lines of a loop over the weights of two models that only bind a name: ``old = m * old + (1 - m) * new``."""
+    for file, text in texts_of_program().items():
+        for loop in nodes(parsed(file)) if "zip(" in text else ():
+            if isinstance(loop, ast.For) and _zips_weights(loop.iter):
+                targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+                for one in loop.body:
+                    if isinstance(one, ast.Assign) and isinstance(name := one.targets[0], ast.Name):
+                        read = {each.id for each in ast.walk(one.value) if isinstance(each, ast.Name)}
+                        after = {each.id for each in ast.walk(ast.Module(loop.body, [])) if _reads(each, one)}
+                        if name.id in targets and len(targets & read) > 1 and name.id not in after:
+                            yield f"{Path(file).name}:{one.lineno}: {ast.unparse(one)}"
+
+
+def _reads(node: ast.AST, behind: ast.stmt) -> TypeGuard[ast.Name]:
+    """Return whether it is a name that is read behind a statement."""
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.lineno > (behind.end_lineno or 0)
 
 
 def never_updated(alive: Sequence[Any]) -> Iterator[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +16,7 @@ from attrs import define, field
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.weak import TensorWeakRef
 
 from prepkit.facts.run import EngineFacts, PreparedOptimizer, PreparedScheduler, Unlike
@@ -272,7 +274,25 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
         ticks=_ticks(given),
         by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
+        factor=_factor(scheduler),
     )
+
+
+TICKS = (0, *(1 << at for at in range(0, 24, 2)))
+"""At which a factor is asked for."""
+
+
+def _factor(scheduler: Any) -> tuple[float, float] | None:
+    """As of ``PreparedScheduler``. A function may know no more than its ticks."""
+    if not isinstance(scheduler, LambdaLR):
+        return None
+    rates, functions = scheduler.base_lrs, scheduler.lr_lambdas
+    if not all(isinstance(one, FunctionType) for one in functions):
+        return None
+    found = []
+    with suppress(Exception):  # of the program's own function, past its end
+        found += [float(functions[0](at)) for at in TICKS]
+    return (float(rates[0]), max(found)) if found else None
 
 
 def _early(scheduler: Any) -> int:

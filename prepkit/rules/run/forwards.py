@@ -74,6 +74,12 @@ def _bounded(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.loss, f"It is given {one.what}.", one.fix)
 
 
+def _alike(facts: RunFacts) -> Iterator[Hit]:
+    for name, line in facts.window.alike if facts.window is not None else ():
+        what = f"It was called twice for one loss ({line}), with the same samples, and has said the same"
+        yield Hit(name, f"{what}: two views of a sample are one.")
+
+
 def _drops(facts: RunFacts) -> Iterator[Hit]:
     for one in _forwards(facts):
         if one.drops:
@@ -124,6 +130,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write -100 where a target is a pad, or ignore_index= of the pad.",
         severity=Severity.WARNING,
         source=("torch cross_entropy: ignore_index",),
+    ),
+    Rule(
+        id="run.calls-alike",
+        summary="A loss over two calls of a model has two things to compare.",
+        check=_alike,
+        at=(Moment.AUDIT,),
+        fix="Augment each view by itself, and return a copy of a sample where an augmentation writes in place.",
+        severity=Severity.WARNING,
+        source=("torch Module.forward",),
     ),
     Rule(
         id="run.loss-misgiven",

@@ -75,6 +75,22 @@ def _ticked(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("scheduler", f"{what}: its rates begin anew.", fix)
 
 
+def _squared(facts: RunFacts) -> Iterator[Hit]:
+    scheduler = facts.scheduler
+    if scheduler is None or scheduler.factor is None:
+        return
+    rate, most = scheduler.factor
+    if 0 < most < LITTLE and 0 < rate < LITTLE and NEAR * rate < most < rate / NEAR:
+        what = f"Its function gives {most:.2g} at most, by which it multiplies {rate:.2g}"
+        yield Hit("scheduler", f"{what}: rates are {rate * most:.2g} at most.")
+
+
+LITTLE = 0.05
+"""Rates and factors below it are alike."""
+NEAR = 0.1
+"""A factor that is no less than this part of a rate, nor more times as much, is a rate."""
+
+
 def _two(facts: RunFacts) -> Iterator[Hit]:
     engine, scheduler = facts.engine, facts.scheduler
     if engine is not None and engine.scheduler and scheduler is not None and engine.scheduler != scheduler.name:
@@ -121,6 +137,16 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.OPTIMIZERS,),
         fix="Make the scheduler from the optimizer that is stepped, and prepare both in one call.",
         source=("pain 15",),
+    ),
+    Rule(
+        id="run.rate-squared",
+        summary="The function of a LambdaLR gives factors, and no rates.",
+        check=_squared,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Divide what it gives by the optimizer's lr, or make the optimizer with lr=1.0.",
+        severity=Severity.WARNING,
+        source=("torch LambdaLR",),
     ),
     Rule(
         id="run.scheduler-early",

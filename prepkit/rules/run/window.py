@@ -236,9 +236,20 @@ def _averages(facts: RunFacts) -> Iterator[Hit]:
         if rests not in told:
             what = f"`{rests}` and `{trains}` are one model: what it says changes with every step."
             yield Hit("model", what, milder=True)
+    for line in seen.rebound if seen is not None else ():
+        what = f"{line} binds a name, and changes no weight: the average stays as it began."
+        yield Hit(
+            "model", what, "Write into it: old.mul_(m).add_(new, alpha=1 - m), under torch.no_grad().", milder=True
+        )
     for name in seen.never_updated if seen is not None else ():
         what = f"`{name}` was made, and no file of the program calls its update_parameters: it stays as it began."
         yield Hit("model", what, "Call it behind optimizer.step().", milder=True)
+
+
+def _loaded_itself(facts: RunFacts) -> Iterator[Hit]:
+    for name, line in facts.window.loaded_itself if facts.window is not None else ():
+        what = f"load_state_dict ({line}) was given the living weights of the very model that is to load them"
+        yield Hit(name, f"{what}: it changes nothing, as with best weights that were kept without a copy.")
 
 
 def _idle(facts: RunFacts) -> Iterator[Hit]:
@@ -350,6 +361,15 @@ RULES: tuple[Rule, ...] = (
         fix="Rename the keys, as by removeprefix('module.'), and load with strict=True, or look at what it returns.",
         milder="where other keys were taken, or no key of the model is like one that was given",
         source=("torch Module.load_state_dict",),
+    ),
+    Rule(
+        id="run.loaded-itself",
+        summary="What is loaded into a model lies elsewhere.",
+        check=_loaded_itself,
+        at=(Moment.AUDIT,),
+        fix="Keep a copy: copy.deepcopy(model.state_dict()); a model of its own is copy.deepcopy(model).",
+        severity=Severity.WARNING,
+        source=("torch Module.state_dict",),
     ),
     Rule(
         id="run.average-idle",
