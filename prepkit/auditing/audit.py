@@ -134,7 +134,7 @@ def unasked(rules: Iterable[Rule], facts: RunFacts, *, at_step: bool) -> Iterato
     if not facts.optimizers:
         absent |= dict.fromkeys((Need.OPTIMIZERS, Need.STATE), "the optimizer, as there is none")
     if not at_step:
-        coming = "the gradients, of which some are still to come: the step is inside of the backward, or makes them"
+        coming = "the gradients, of which some are still to come: the step is inside of the backward"
         absent[Need.GRADIENTS] = (
             coming if facts.window else "the gradients, as nobody is about to step: run prepkit audit SCRIPT"
         )

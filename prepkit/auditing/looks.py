@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from attrs import define, evolve, field
@@ -105,3 +106,27 @@ def everywhere(found: Audit) -> Audit:
     """The audit with the findings of every rank, each once. Collective where there are several."""
     each = dict.fromkeys(finding for findings in world().gather(found.findings) for finding in findings)
     return evolve(found, findings=tuple(each))
+
+
+def behind_closure(arguments: Any, named: Any, look: Callable[[], None]) -> Any:
+    """Looks once the closure of a step has made its gradients, or now where it has none; what the step is to be given.
+
+    Of an LBFGS, which calls its closure several times, behind the first call.
+    """
+    given = [one for one in (*arguments[1:], *named.values()) if callable(one)]
+    if not given:
+        look()
+        return None
+    looked = list[None]()
+
+    def closure(*inside: Any, **options: Any) -> Any:
+        result = given[0](*inside, **options)
+        if not looked:
+            looked.append(None)
+            look()
+        return result
+
+    def replaced(one: Any) -> Any:
+        return closure if one is given[0] else one
+
+    return tuple(map(replaced, arguments)), {name: replaced(one) for name, one in named.items()}

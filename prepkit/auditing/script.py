@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, FirstStep, ScriptLooks, everywhere
+from prepkit.auditing.looks import FIRST, FirstStep, ScriptLooks, behind_closure, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -106,29 +106,31 @@ def audited_at_first_step(
 ) -> Iterator[None]:
     """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
 
-    ``others``: takes that of every other optimizer, before its first step, and stale gradients of later steps.
-
-    Where the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and
-    hands on its own. Raises ``RanksApart`` there where not every rank comes.
+    ``others``: takes that of every other optimizer, before its first step, and stale gradients of later steps. Where
+    the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and hands
+    on its own. Raises ``RanksApart`` there where not every rank comes.
     """
     window, earlier, stepped = Window(arrivals=arrivals), Earlier(), dict[int, Any]()
 
-    def look(optimizer: Any, arguments: Any, named: Any) -> None:
+    def begins(optimizer: Any, arguments: Any, named: Any) -> Any:
         if stepped and others is not None:
             others.later(window.told())
         if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= 8:  # one for each step
-            return
-        tell = others.other if others is not None and stepped else heard
+            return None
+        first = not stepped
         stepped[id(optimizer)] = optimizer  # which keeps its id
-        closure = any(callable(one) for one in (*arguments[1:], *named.values()))  # which is yet to make the gradients
-        made = not (closure or goes_backward())  # in a hook of the backward some gradients are still to come
+        return behind_closure(arguments, named, lambda: look(optimizer, first=first))
+
+    def look(optimizer: Any, *, first: bool) -> None:
+        made = not goes_backward()  # in a hook of the backward some gradients are still to come
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
+        tell = heard if others is None or first else others.other
         tell(everywhere(found) if asks else found)
 
     with window.on():
-        handle = register_optimizer_step_pre_hook(look)  # behind those of the window
+        handle = register_optimizer_step_pre_hook(begins)  # behind those of the window
         try:
             yield
             if stepped and others is not None:
@@ -448,14 +450,10 @@ def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:
     chosen = driving or (outer if len(outer) == 1 else [])
     if not chosen:
         return None
-    holders = (holder for owner in gc.get_referrers(chosen[-1]) for holder in (owner, *_owners(owner)))
+    owners = gc.get_referrers(chosen[-1])
+    holders = (one for owner in owners for one in (owner, *(gc.get_referrers(owner) if type(owner) is dict else ())))
     wrappers = (one for one in holders if type(one).__name__ == "AcceleratedScheduler")
     return next(wrappers, chosen[-1])
-
-
-def _owners(attributes: Any) -> list[Any]:
-    """The objects whose ``__dict__`` this is."""
-    return gc.get_referrers(attributes) if isinstance(attributes, dict) else []
 
 
 def _loaders(alive: list[Any]) -> list[Any]:
