@@ -133,7 +133,8 @@ def _same_call(one: ModelCall, other: ModelCall) -> bool:
     """Return whether both got, and gave, the same; of few tensors that are not large."""
     pairs = [*tensors((one.args, one.kwargs, one.outputs))], [*tensors((other.args, other.kwargs, other.outputs))]
     small = all(0 < each.numel() <= LARGE for each in pairs[0])
-    return small and len(pairs[0]) == len(pairs[1]) > 1 and all(map(_identical, *pairs))
+    one_object = any(a.data_ptr() == b.data_ptr() for a, b in zip(*pairs, strict=False))  # asked again, on purpose
+    return small and not one_object and len(pairs[0]) == len(pairs[1]) > 1 and all(map(_identical, *pairs))
 
 
 def _identical(one: Tensor, other: Tensor) -> bool:

@@ -237,6 +237,87 @@ def run(fork_servers: ForkServers, tmp_path: Path) -> Auditor:
     return Auditor(fork_servers, tmp_path)
 
 
+BEGINS = """import copy, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+slow = copy.deepcopy(model).requires_grad_(False)
+"""
+AVERAGES = (
+    BEGINS
+    + """
+def follow():
+    for old, new in zip(slow.parameters(), model.parameters()):
+        old = 0.9 * old + 0.1 * new
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    follow()
+"""
+)
+PERTURBS = (
+    BEGINS
+    + """
+for _ in range(3):
+    x = torch.randn(4, 8)
+    model(x).square().mean().backward()
+    moves = [0.05 * param.grad for param in model.parameters()]
+    with torch.no_grad():
+        for param, move in zip(model.parameters(), moves):
+            param.add_(move)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    with torch.no_grad():
+        for param, move in zip(model.parameters(), moves):
+            param.sub_(move)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+BEST = (
+    BEGINS
+    + """
+best = model.state_dict()
+for at in range(12):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+model.load_state_dict(best)
+"""
+)
+ANEW = (
+    BEGINS
+    + """
+for at in range(12):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "said"),
+    [
+        (AVERAGES, 1, "run.average-idle at model: train.py:10: old = 0.9 * old + 0.1 * new binds a name"),
+        (AVERAGES.replace("old = 0.9 * old + 0.1 * new", "old.mul_(0.9).add_(new, alpha=0.1)"), 1, ""),
+        (PERTURBS, 3, ""),
+        (BEST, 20, "run.loaded-itself at Sequential"),
+        (BEST.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 20, ""),
+        (ANEW, 8, "run.optimizer-anew at optimizer: In step 1: A new Adam is made for each step (train.py:9)"),
+        (ANEW.replace("torch.optim.Adam(model.parameters(), 1e-3)", "torch.optim.SGD(model.parameters(), 0.1)"), 8, ""),
+    ],
+    ids=["bound to a name", "mixed", "sharpness-aware", "kept alive", "copied", "made anew", "without a memory"],
+)
+def test_what_the_text_or_the_end_of_a_program_shows(run: Auditor, text: str, steps: int, said: str) -> None:
+    code, out, err = run(text, "--steps", str(steps), "train.py")
+    assert code == 0, (out, err)
+    assert (f"warning {said}" in out) if said else ("warning" not in out), out
+
+
 ENDS = """import torch
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

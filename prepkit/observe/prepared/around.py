@@ -223,8 +223,9 @@ def _loops(file: str) -> list[tuple[int, int]]:
 
 
 def reads_gradients() -> bool:
-    """Return whether the program reads or writes ``.grad`` somewhere in the files whose functions run."""
-    files = dict.fromkeys(one.f_code.co_filename for one in own_frames())
+    """Return whether the program reads or writes ``.grad``, in the file whose function steps or in its main one."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    files = {*(one.f_code.co_filename for one in own_frames()[:1]), main}
     return any(isinstance(one, ast.Attribute) and one.attr == "grad" for file in files for one in nodes(parsed(file)))
 
 
