@@ -255,6 +255,8 @@ def _ahead(asking: Asking, first: list[Tensor], losses: list[LossCompared], retu
         distances = [one for loss in losses if (one := _distance(tokens, loss, returned)) is not None]
         for dim, distance in distances:
             if (looks := _looks_ahead(asking, first, tokens, dim)) is not None:
+                if distance == 0 and not _reads_itself(asking, first, tokens, dim):
+                    distance = 1  # noqa: PLW2901  # the model moves them by one itself
                 found.append((name, distance, looks, tokens.is_floating_point()))
     next_ones = [(name, looks) for name, distance, looks, _ in found if distance == 1]
     masks = "MaskedLM" in type(asking.module).__name__  # which sees both ways, and is to say what it does not see
@@ -328,6 +330,17 @@ def _looks_ahead(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int) 
     if not any(_far(*pair) for pair in by_place):
         return None
     return any(_far(a.narrow(dim, 0, middle), b.narrow(dim, 0, middle)) for a, b in by_place)
+
+
+def _reads_itself(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int) -> bool:
+    """Whether outputs of a place change with the token of that place."""
+    at = tokens.shape[dim] // 2
+    others = tokens.clone()
+    others.select(dim, at).copy_(tokens.select(dim, at).roll(1, 0))
+    after = asking.outputs(lambda one: others if one is tokens else one)
+    pairs = [*zip(first, after or (), strict=False)]
+    by_place = [(a, b) for a, b in pairs if a.shape == b.shape and _has_places(a, tokens)]
+    return not by_place or any(_far(a.select(dim, at), b.select(dim, at)) for a, b in by_place)
 
 
 def _has_places(one: Tensor, tokens: Tensor) -> bool:

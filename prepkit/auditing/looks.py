@@ -8,6 +8,7 @@ from typing import Any
 from attrs import define, evolve, field
 
 from prepkit.auditing.outcome import Audit
+from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
@@ -59,7 +60,8 @@ class ScriptLooks:
     def first(self, found: Audit) -> None:
         """Takes the audit, and watches on where ranks can be asked together."""
         self.found, live = found, found.live
-        if self.steps == 1 or live is None or not (live.asks_ranks or world().size == 1):
+        apart = live is None or joins(live.model) or not (live.asks_ranks or world().size == 1)
+        if self.steps == 1 or live is None or apart:
             self.arrivals.leaves(LOOKED, self._stop)
             return
         self.watched.start(live.model, live.optimizers, live.scheduler)

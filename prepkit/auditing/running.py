@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.optim.lr_scheduler import LRScheduler
 
 from prepkit.auditing.course import (
@@ -137,7 +138,7 @@ class RunningLook:
         held = {name: part for name, part in as_computed(self.model) if not part.values.is_meta}
         chosen = self._chosen(held)
         now = self._read(self._beside(now), held, chosen)
-        if self.asks_ranks and world().carries_data:
+        if self.asks_ranks and world().carries_data and not joins(self.model):
             now = self._compared(now, begun, held, chosen)
         else:
             self.rotation.account(chosen, begun - self._ended, self.last_seconds, self.share or 1.0)
@@ -269,6 +270,11 @@ class RunningLook:
         if OPTIONS in found.parted:  # which every rank has found alike
             self.unlike = unlike(world().gather(own))
         return evolve(now, parted=parted)
+
+
+def joins(model: nn.Module) -> bool:
+    """Return whether this is inside of torch's ``Join``, where ranks that are at their end answer no question."""
+    return any(isinstance(one, Joinable) and one._join_config.enable for one in model.modules())
 
 
 def _nothing() -> Part:

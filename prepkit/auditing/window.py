@@ -174,7 +174,9 @@ class Window:
         Reads on in streams that several workers give, which nobody reads afterwards.
         """
         trainer, steps, ticks = planned()
-        first = {} if model is None else {id(param): name for name, param in named_parameters(model).items()}
+        named = {} if model is None else named_parameters(model)
+        first = {id(param): name for name, param in named.items()}
+        hidden = model is None or goes_backward() or engines(model)
         return WindowFacts(
             float16=tuple(self._float16),
             float16_units=tuple(self._float16_units),
@@ -191,6 +193,7 @@ class Window:
             alike=tuple(self.forwards.alike),
             rebound=tuple(rebound()),
             untied=tuple(self.loads.untied()),
+            untouched=frozenset(() if hidden else (name for name, param in named.items() if param.grad is None)),
             idle=tuple(self._idle()),
             unheld=tuple(self._unheld(alive, first.keys())),
             workers=tuple(workers.alike([one for one in alive if isinstance(one, _MultiProcessingDataLoaderIter)])),

@@ -206,6 +206,8 @@ class WindowFacts:
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""
+    untouched: frozenset[str] = frozenset()
+    """Parameters to which no gradient has come, where gradients are kept in ``.grad``."""
     wasted: tuple[tuple[str, int], ...] = ()
     """Lines of the loop of this step whose gradients were cleared before anybody stepped them, and how often."""
     anew: tuple[str, str] = ("", "")

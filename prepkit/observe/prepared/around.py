@@ -111,15 +111,21 @@ def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
     for node in every:
         loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
         over = [one.target for one in loops if any(names_weights(one.iter, word) for word in ("param", "state_dict"))]
-        names = {one.id for target in over for one in ast.walk(target) if isinstance(one, ast.Name)}
+        names = {name for target in over for name in _words(target)}
         inside = ast.walk(node) if names else [node]
         for one in inside:
+            if isinstance(one, ast.For) and "grad" not in ast.unparse(one.iter):
+                names |= _words(one.target) if names & _words(one.iter) else set()
             if isinstance(one, ast.Call) and name_of(one) == "average_parameters":
                 yield one
             elif isinstance(one, ast.Call) and name_of(one) == "all_reduce" and one.args:
                 given = ast.unparse(one.args[0])
                 if re.split(r"\W", given)[0] in names | rows and "grad" not in given:
                     yield one
+
+
+def _words(tree: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
 
 
 def names_weights(node: ast.AST, word: str) -> bool:

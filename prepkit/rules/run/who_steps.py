@@ -178,7 +178,8 @@ def _misses(facts: RunFacts) -> Iterator[Hit]:
     if facts.running:
         yield from _put_in(facts)
         return
-    missed = _missed(facts)
+    untouched = facts.window.untouched if facts.window is not None else frozenset[str]()  # of a later task
+    missed = tuple(name for name in _missed(facts) if name not in untouched)
     if not facts.optimizers or not missed or any(one.orphans for one in facts.optimizers):
         return
     if len({rank.held for rank in facts.ranks}) > 1:  # each steps a part, and may send it to the others
