@@ -227,6 +227,8 @@ class ProofFacts:
 Vector = tuple[float, ...]
 MOST_RANKS = 8
 """Up to how many a sum is looked for in which each rank has a factor of its own."""
+NEAR = 0.03
+"""By which part a ratio may be off the number that explains it."""
 ELEMENTS = 8
 """Of a gradient for each such factor: fewer are any sum."""
 
@@ -314,6 +316,11 @@ def only(facts: ProofFacts, sums: Vector, ranks: set[int]) -> Vector:
 def of_micros(facts: ProofFacts, sums: Vector, kept: set[int]) -> Vector:
     """The sums over these micro-batches of each rank alone."""
     return tuple(a if share.micro in kept else 0.0 for a, share in zip(sums, facts.shares, strict=True))
+
+
+def near(value: float, other: float) -> bool:
+    """Return whether a number explains a ratio."""
+    return abs(value - other) <= NEAR * abs(other)
 
 
 def norm(facts: ProofFacts, sums: Vector) -> float:

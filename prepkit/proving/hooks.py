@@ -13,6 +13,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
+from prepkit.facts.proof import near
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards, holders
 from prepkit.objects.local_part import local
@@ -21,7 +22,6 @@ from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
 from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro
-from prepkit.rules.run.proof_causes import near
 
 if TYPE_CHECKING:
     from prepkit.proving.called import Called

@@ -9,12 +9,13 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from prepkit.facts.proof import near
 from prepkit.objects.local_part import local
 from prepkit.proving.loss_graph import dtype_inside
 from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Record, RecordedCall, Returned
 from prepkit.proving.trace import ELEMENTS, sketch
-from prepkit.rules.run.proof_causes import MARGIN, near
+from prepkit.rules.run.proof_causes import MARGIN
 
 RETURNED = 64
 """Outputs of a call that are kept."""

@@ -58,6 +58,7 @@ from prepkit.proving.steppers import (
     known_accumulation,
     places,
     steps_nothing,
+    sums_low,
     torn,
     trainer_accumulation,
     waiting,
@@ -192,7 +193,7 @@ class Recorder(Turns):
             odd=tuple(self._held.odd),
             elsewhere=elsewhere,
             dtype=str(self._dtype).removeprefix("torch.") if self.computes_in is None else self.computes_in,
-            sent="bfloat16" if any(getattr(one, "_comm_hooks", None) for one in self.root.modules()) else "float32",
+            sent="bfloat16" if sums_low(self.root) else "float32",
             scale=scale,
             clip=clip,
             value=self._clips.value,
@@ -463,16 +464,18 @@ class Recorder(Turns):
         self._stepping = False
         for name in places(self._parts, optimizer):
             self._keep(f"after/{name}", self._parts[name].values)
-        if all(name in self._held.groups or not self._parts[name].values.numel() for name in self._trained()):
+        if all(
+            name in self._held.groups or not self._parts[name].values.numel()
+            for name in self._trains & self._parts.keys()
+        ):
             self._complete()
-
-    def _trained(self) -> set[str]:
-        return self._trains & self._parts.keys()
 
     def _complete(self) -> None:
         if not self.done and self.root is not None:
             self._evaluating = evaluating(self.root)
-            for name in sorted(self._trained() - self._held.groups.keys()):  # which other ranks may step, and send
+            for name in sorted(
+                (self._trains & self._parts.keys()) - self._held.groups.keys()
+            ):  # which other ranks may step, and send
                 self._keep(f"after/{name}", self._parts[name].values)
         self.done = self._clips.closed = True
         if not self.lingers:

@@ -487,3 +487,9 @@ def known_accumulation(trainer: int | None, engine: Any, micros: Collection[Micr
 
 def _several(steps: Any) -> int | None:
     return steps if isinstance(steps, int) and steps > 1 else None
+
+
+def sums_low(root: nn.Module) -> bool:
+    """Return whether gradients are added up, or sent, in 16 bits."""
+    low = any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in root.parameters())
+    return low or any(getattr(one, "_comm_hooks", None) for one in root.modules())

@@ -24,6 +24,7 @@ from prepkit.facts.proof import (
     kinds,
     mean,
     mesh_groups,
+    near,
     norm,
     of_micros,
     only,
@@ -31,8 +32,6 @@ from prepkit.facts.proof import (
 )
 from prepkit.findings.text import count, spans
 
-NEAR = 0.03
-"""By which part a ratio may be off the number that explains it."""
 MARGIN = 8.0
 """How much further than two replays from each other a right run may lie: it sums in another order, and may reduce in a
 lower dtype."""
@@ -47,6 +46,7 @@ NONE_OF = "no gradient of rank "
 UNLIKE = "a sum in which a rank's part has another weight: "
 OWN = "each rank's own: nobody averages them"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
+NO_NUMBER = "which no number of this run explains"
 WHILE_SCALED = "clipped while they were scaled"
 BY_THE_RANKS = "sums divided by the samples of all ranks, whose average is taken too"
 OTHER_ON_EACH = "as they should be behind the backward, and the program has changed them since, other on each rank"
@@ -156,11 +156,6 @@ def _fitted(one: GradientProof, copy: int, sums: Vector) -> float:
     return sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True)) / square if square else 0.0
 
 
-def near(value: float, other: float) -> bool:
-    """Return whether a number explains a ratio."""
-    return abs(value - other) <= NEAR * abs(other)
-
-
 @frozen
 class _Aim:
     """What every gradient should be, and how far off it may be."""
@@ -204,8 +199,7 @@ class _Aim:
             if (parts and ratio < 1) or (near(ratio * _whole(self.facts), 1.0) and self.all_weigh_one()):
                 return None
             found = _of_ratio(self.facts, ratio, self.clipping)
-            beside = found.rule == "prove.ratio" and one.name in self.facts.outside  # which is told as a limit
-            return None if beside else found
+            return None if self._is_meant(found, one, ratio) else found
         plain = tuple(a / self.clipping for a in sums)
         for cause, other in (
             *_clipped_apart(self.facts, plain),
@@ -223,6 +217,12 @@ class _Aim:
         if (by := self.decayed(one, copy, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
         return None if one.name in (*self.facts.outside, *self.facts.unreached) else self._turned(one, copy, sums)
+
+    def _is_meant(self, found: Cause, one: GradientProof, ratio: float) -> bool:
+        """Whether it is a limit: a loss over the weight itself, or sums divided by what nobody knows."""
+        beside = found.rule == "prove.ratio" and one.name in self.facts.outside
+        sums = all(share.total for share in self.facts.shares)
+        return beside or (sums and found.why.startswith(NO_NUMBER) and self.all_by(ratio))
 
     def _turned(self, one: GradientProof, copy: int, sums: Vector) -> Cause | None:
         """Of a gradient in another direction; None: that is told as a limit."""
@@ -253,9 +253,13 @@ class _Aim:
     def all_weigh_one(self) -> bool:
         """Whether every gradient is such a multiple of its mean over ranks that all samples together weigh one."""
         whole = _whole(self.facts)
+        return bool(whole) and self.all_by(1 / whole)
+
+    def all_by(self, ratio: float) -> bool:
+        """Whether every gradient is this multiple of what it should be."""
         seen = (one for one in self.facts.gradients if one.dots)
         told = (one for one in seen if sqrt(square_of(one.gram, self.sums)) > 3 * self.allowed(one))
-        return all(near(_fitted(one, 0, self.sums) * whole, 1.0) for one in told)
+        return all(near(_fitted(one, 0, self.sums), ratio) for one in told)
 
     def scaled_apart(self, gradients: Sequence[GradientProof], *, turned: bool) -> Cause | None:
         """The cause where each rank has scaled what it holds of these by a number of its own; None: that is not so.
@@ -325,7 +329,7 @@ def _of_ratio(facts: ProofFacts, ratio: float, clipping: float) -> Cause:
         (micros > 1, micros, "prove.accumulation", f"not divided by the {micros} micro-batches of a step"),
         (micros > 1, 1 / micros, "prove.accumulation", f"divided once more by the {micros} micro-batches of a step"),
     )
-    none = ("prove.ratio", "which no number of this run explains")
+    none = ("prove.ratio", NO_NUMBER)
     rule, why = next((told for asked, number, *told in table if asked and near(rest, number)), none)
     return Cause(rule, why + also, ratio)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import sqrt
 from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, norm, tasks
+from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, near, norm, tasks
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
@@ -21,7 +22,6 @@ from prepkit.rules.run.proof_causes import (
     Cause,
     aim_of,
     causes,
-    near,
     scaled_by_hand,
 )
 
@@ -249,6 +249,9 @@ def clipped(facts: ProofFacts) -> Iterator[Hit]:
         or list(written(facts))
     ):
         return
+    stepped = sqrt(sum(one.squares[0] for one in facts.gradients if one.squares))
+    if near(stepped, min(clip.seen, clip.most)):
+        return  # it was the norm of what is stepped, by whatever that was divided before
     length = norm(facts, tuple(a / aim_of(facts).clipping for a in aim_of(facts).sums))
     off = clip.seen / length if length else 1.0
     scale, by_hand = (facts.scale, False) if facts.scale > 1 else (scaled_by_hand(facts), True)
