@@ -1,7 +1,6 @@
 """Records one window of a model that trains, whoever has prepared it: hooks that are put on, and taken off again.
 
-Nothing is communicated and nothing is changed: what is copied is what the program holds anyway. While no window is
-recorded, nothing hangs anywhere.
+Nothing is communicated and nothing is changed. While no window is recorded, nothing hangs anywhere.
 """
 
 from __future__ import annotations
@@ -464,18 +463,16 @@ class Recorder(Turns):
         self._stepping = False
         for name in places(self._parts, optimizer):
             self._keep(f"after/{name}", self._parts[name].values)
-        if all(
-            name in self._held.groups or not self._parts[name].values.numel()
-            for name in self._trains & self._parts.keys()
-        ):
+        if all(name in self._held.groups or not self._parts[name].values.numel() for name in self._trained()):
             self._complete()
+
+    def _trained(self) -> set[str]:
+        return self._trains & self._parts.keys()
 
     def _complete(self) -> None:
         if not self.done and self.root is not None:
             self._evaluating = evaluating(self.root)
-            for name in sorted(
-                (self._trains & self._parts.keys()) - self._held.groups.keys()
-            ):  # which other ranks may step, and send
+            for name in sorted(self._trained() - self._held.groups.keys()):  # which other ranks may step, and send
                 self._keep(f"after/{name}", self._parts[name].values)
         self.done = self._clips.closed = True
         if not self.lingers:
