@@ -395,24 +395,23 @@ class Recorder(Turns):
                 what.clear()
         return result
 
-    def _tried(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        result = plain(scaler, *args, **kwargs)
-        if not (self.done or self.stepped):
-            self.around.tried()
-        return result
-
     def _clippable(self) -> dict[int, nn.Parameter] | None:
         """What may be clipped here, by identity; None: nothing is listened to."""
         return None if self.root is None else {id(param): param for param in self.root.parameters()}
 
     def _before_step(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Records what is about to be stepped; what a closure makes first, after the closure."""
-        closed = with_closure(args, kwargs or {}, heard(lambda: self._gradients(optimizer), self.fails))
+        closed = with_closure(args, kwargs or {}, heard(partial(self._made, optimizer, [*self.family]), self.fails))
         if self.done and closed and optimizer in self._held.optimizers:
             self._steps_again()
         if not closed:
             self._gradients(optimizer)
         return None if self.done else closed
+
+    def _made(self, optimizer: Any, known: list[Any]) -> None:
+        """A closure has made gradients, be it of models that it was the first to call."""
+        for one in (self, *(one for one in self.family if self is known[0] and one not in known)):
+            one._gradients(optimizer)
 
     def _gradients(self, optimizer: Any) -> None:
         known = self.done and (optimizer in self._held.optimizers or (not self._ready and holds(self.root, optimizer)))

@@ -288,6 +288,12 @@ class Turns:
         """Whether a window of the root was stepped, be it by an optimizer that holds nothing of it."""
         return bool(self._held.optimizers or self._strange)
 
+    def _tried(self, plain: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = plain(scaler, *args, **kwargs)
+        if not (self.done or self.stepped):
+            self.around.tried()
+        return result
+
     def _goes_on(self) -> None:
         """Something goes backward behind the window of this model. What was left counts where it is stepped too."""
         self._next.went = self._next.went or self._next.called
@@ -439,9 +445,6 @@ class Clipping:
             self.at.append(len(self._micros))
 
 
-TRAINER = "transformers.Trainer"
-
-
 def engine_of(root: nn.Module | None) -> Any:
     """DeepSpeed's engine, at the root or in it."""
     found = (
@@ -468,7 +471,10 @@ def trainer_accumulation() -> int | None:
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if any(f"{one.__module__.partition('.')[0]}.{one.__name__}" == TRAINER for one in type(owner).__mro__):
+        if any(
+            f"{one.__module__.partition('.')[0]}.{one.__name__}" == "transformers.Trainer"
+            for one in type(owner).__mro__
+        ):
             return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
     return None
