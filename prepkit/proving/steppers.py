@@ -471,10 +471,9 @@ def trainer_accumulation() -> int | None:
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if any(
-            f"{one.__module__.partition('.')[0]}.{one.__name__}" == "transformers.Trainer"
-            for one in type(owner).__mro__
-        ):
+        if "transformers.Trainer" in {
+            f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(owner).__mro__
+        }:
             return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
     return None
