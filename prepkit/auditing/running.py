@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from math import inf, isqrt
@@ -43,6 +43,8 @@ ROUND = 16
 """Looks within which every weight is compared, whatever its share of the time."""
 SMALL = 2**16
 """Elements of the largest buffer that a watch reads at each look."""
+PAST = 5
+"""Looks that are remembered, as those before each step."""
 OPTIONS = "options of the optimizers"
 """Name under which they travel beside the parameters."""
 
@@ -123,6 +125,8 @@ class RunningLook:
     _finite: set[str] = field(factory=set, init=False)
     """Buffers that were finite at a look; others may be infinite on purpose, as masks are."""
     _moves: Moves = field(factory=Moves, init=False)
+    _past: deque[tuple[int, int | None, float | None]] = field(factory=lambda: deque(maxlen=PAST), init=False)
+    """Steps, ticks and rate at the last looks."""
 
     def __attrs_post_init__(self) -> None:
         self.before = self._seen()
@@ -228,9 +232,20 @@ class RunningLook:
             steps=self.steps,
             repeated=tuple(self.passes.repeated) if self.passes is not None else (),
             **self._moved(now, held),
+            **self._since(now),
         )
         self._changed = changed
         return evolve(now, course=course)
+
+    def _since(self, now: RunningFacts) -> dict[str, Any]:
+        """Steps and ticks since the oldest of the last looks, and whether the rate was 0 at all of them."""
+        self._past.append((self.steps or 0, now.course.ticked, now.course.rate))
+        steps, ticked, _ = self._past[0]
+        ticks = (now.course.ticked or 0) - (ticked or 0)
+        return {
+            "lately": ((self.steps or 0) - steps, ticks),
+            "at_zero": len(self._past) == PAST and all(rate == 0 for *_, rate in self._past),
+        }
 
     def _buffers(self, places: list[Site]) -> dict[str, Any]:
         """Those that have come to hold NaN, and those that are infinite."""

@@ -271,6 +271,10 @@ class CourseFacts:
     was, what it is."""
     counts: tuple[int | None, ...] = ()
     """Per optimizer how many steps its state has counted; None: it counts none."""
+    lately: tuple[int, int] = (0, 0)
+    """Steps and ticks since a look some looks ago."""
+    at_zero: bool = False
+    """Whether the rate was 0 at all of these looks."""
     steps: int | None = None
     """Optimizer steps since watching began; None: nobody counts them."""
     rate: float | None = None

@@ -92,6 +92,12 @@ def _ticks(facts: RunFacts) -> Iterator[Hit]:
         if steps > 1 and now.ticked - before.ticked >= 2 * steps * each:
             what = f"It was ticked {now.ticked - before.ticked} times in {steps} steps."
             yield Hit("scheduler", what)
+        elif steps == 1 and now.lately[0] >= LOOKS and now.lately[1] >= 2 * now.lately[0] * each:
+            yield Hit("scheduler", f"It was ticked {now.lately[1]} times in {now.lately[0]} steps.")
+
+
+LOOKS = 4
+"""Steps of which each was looked at, as in an audit."""
 
 
 def _still(facts: RunFacts) -> Iterator[Hit]:
@@ -103,6 +109,8 @@ def _still(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("optimizer", what)
         elif before.rate == now.rate == 0 and now.moved is False and steps > 1:
             yield Hit("optimizer", f"Its learning rate is 0, as it was {steps} steps ago: no weight has changed.")
+        elif steps == 1 and now.at_zero and now.moved is False:
+            yield Hit("optimizer", f"Its learning rate is 0, as it was {LOOKS} steps ago: no weight has changed.")
 
 
 def _epochs(facts: RunFacts) -> Iterator[Hit]:
