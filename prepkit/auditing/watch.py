@@ -62,11 +62,14 @@ class DriftWatch:
         """What all looks have taken on this rank."""
         return 0.0 if self._look is None else self._look.seconds
 
-    def start(self, model: nn.Module, optimizer: Any, scheduler: Any = None) -> None:
-        """From here on, every step of the optimizer is counted. A second call begins anew, as a second ``fit`` does."""
+    def start(self, model: nn.Module, optimizer: Any, scheduler: Any = None, *, apart: tuple[str, ...] = ()) -> None:
+        """From here on, every step of the optimizer is counted. A second call begins anew, as a second ``fit`` does.
+
+        ``apart``: parameters of which ranks have held other values from the first.
+        """
         self.close()
         known = optimizers_of(optimizer)
-        facts = look(model, known, scheduler, needs={Need.OPTIMIZERS})
+        facts = evolve(look(model, known, scheduler, needs={Need.OPTIMIZERS}), parted=apart)
         self._look = RunningLook(model=model, optimizers=known, scheduler=scheduler, facts=facts, share=self.share)
         self._look.steps, self._look.passes = self.steps, SampledEpochs()
         self._look.passes.listen()

@@ -60,7 +60,7 @@ def _until_they_meet(facts: RunFacts) -> set[str]:
 def _values(facts: RunFacts) -> Iterator[Hit]:
     apart = _until_they_meet(facts)
     for _, now in facts.running:
-        if parted := [name for name in now.parted if name not in apart]:
+        if parted := [name for name in now.parted if name not in apart.union(facts.parted)]:  # told at the audit
             what = f"Ranks that hold the same of {count(len(parted), 'parameter')} differ: {some(parted)}."
             yield Hit(at(parted[0]), what, _TOGETHER)
     if facts.running and facts.applied is None:
