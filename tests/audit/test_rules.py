@@ -280,6 +280,14 @@ BROKEN: dict[str, RunFacts] = {
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), division="sampler", replicas=2, weights=5),),
     ),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
+    "run.backward-wasted": evolve(FINE, window=WindowFacts(wasted=(("train.py:31", 3),))),
+    "run.optimizer-anew": evolve(FINE, window=WindowFacts(anew=("Adam", "train.py:31"))),
+    "run.module-unheld": evolve(FINE, window=WindowFacts(unheld=(("Weighed", 2),))),
+    "run.loaded-itself": evolve(FINE, window=WindowFacts(loaded_itself=(("Net", "train.py:31"),))),
+    "run.calls-alike": evolve(FINE, window=WindowFacts(alike=(("Net", "train.py:31"),))),
+    "run.rate-squared": evolve(
+        FINE, scheduler=PreparedScheduler(name="LambdaLR", drives_optimizer=True, factor=(1e-3, 1e-3))
+    ),
     "run.others-gradients": evolve(
         FINE, window=WindowFacts(stale=(("train.py:31", "train.py:32"), ("train.py:9", "")))
     ),
