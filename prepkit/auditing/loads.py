@@ -26,7 +26,8 @@ class Loads:
     _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
     """Names that were one parameter before a load that replaced parameters, with whose they are."""
     itself: dict[tuple[str, str], None] = field(factory=dict)
-    """Classes of modules that were given their own living weights, and lines."""
+    """Classes of modules that were given their own living weights once something had stepped, and lines."""
+    stepped: bool = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -54,7 +55,7 @@ class Loads:
     def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         ties = _tied(module) if named.get("assign") or given[2:3] == (True,) else []
         state = given[0] if given else named["state_dict"]
-        if _is_own(module, state) and called_by_program(frames_above(__file__)):
+        if self.stepped and _is_own(module, state) and called_by_program(frames_above(__file__)):
             self.itself[type(module).__name__, line_of_program(frames_above(__file__))] = None
         result = plain(module, *given, **named)
         self._ties += [(weakref.ref(module), *pair) for pair in ties]

@@ -117,7 +117,7 @@ def audited_at_first_step(
             others.later(window.told())
         if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= 8:  # one for each step
             return None
-        first = not stepped
+        first, window.loads.stepped = not stepped, True
         stepped[id(optimizer)] = optimizer  # which keeps its id
         return behind_closure(arguments, named, lambda: look(optimizer, first=first))
 

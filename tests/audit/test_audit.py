@@ -86,7 +86,9 @@ def test_the_table_is_as_large_as_it_was_frozen_and_every_rule_has_an_error_or_a
     without = {rule.id for rule in due(Moment.AUDIT) if rule.severity is not Severity.NOTE} - {
         one.rule for one in (*ERRORS, *WRONG)
     }
-    assert without == {"run.backend", "run.gradients-misplaced"}  # torch takes no such gradient from Python
+    behind_the_first_step = {"run.loaded-itself", "run.optimizer-anew", "run.others-gradients"}  # in test_steps
+    no_such_gradient = {"run.backend", "run.gradients-misplaced"}  # torch takes none from Python
+    assert without == behind_the_first_step | no_such_gradient
 
 
 def state_of(case: Case) -> dict[str, Any]:

@@ -172,6 +172,7 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "warm_up_of_factors": scheduled(lambda at: min(1.0, (at + 1) / 500), 3e-3),
         "warm_up_of_a_million": scheduled(lambda at: min(1.0, (at + 1) / 1e6), 3e-3),
         "rates_of_a_rate_of_one": scheduled(lambda at: 3e-3 / (at + 1), 1.0),
+        "loaded_before_it_trains": loads(lambda model: model.state_dict()),
         "copy_loaded": loads(lambda model: copy.deepcopy(model.state_dict())),
         "edited_and_loaded": loads(lambda model: {key: 0.5 * one for key, one in model.state_dict().items()}),
     }.items()
@@ -186,6 +187,5 @@ TURNED: tuple[Loop, ...] = tuple(
         ("one_view_twice", views(lambda x: x.clone()), "run.calls-alike"),
         ("softmax_of_columns", segments(-1), "run.loss-bounded"),
         ("rate_of_a_rate", scheduled(lambda at: 3e-3 * min(1.0, (at + 1) / 20), 3e-3), "run.rate-squared"),
-        ("living_weights_loaded", loads(lambda model: model.state_dict()), "run.loaded-itself"),
     )
 )

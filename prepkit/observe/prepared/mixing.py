@@ -190,7 +190,7 @@ def _owners(node: ast.AST) -> Iterator[ast.expr]:
 
 RESTS = re.compile(
     r"(^|_)(ref|reference|teacher|ema|average|averaged|frozen|old|momentum|anchor)(_?(model|net|network|policy|actor))?$"
-    r"|^(target|tgt)$|(^|_)target_?(model|net|network|policy|actor|critic)$|(_|^)(q|critic|actor|policy)_?target$"
+    r"|(^|_)target_?(model|net|network|policy|actor|critic)$|(_|^)(q|critic|actor|policy)_?target$"
 )
 """Names of a model that is not to change as another one trains."""
 
