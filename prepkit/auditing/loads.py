@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Loads:
     itself: dict[tuple[str, str], None] = field(factory=dict)
     """Classes of modules that were given their own living weights once something had stepped, and lines."""
     stepped: bool = False
+    _samples: dict[int, tuple[weakref.ref[Tensor], Tensor, str, str]] = field(factory=dict)
+    """By ``id`` of a weight that was loaded: some of its elements as they were then, and where it was loaded."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -62,7 +65,42 @@ class Loads:
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
         told = _lost(module, state, missing, unexpected) if missing else None
         self._last[id(module)] = weakref.ref(module), told
+        self._remembers(module, state)
         return result
+
+    def _remembers(self, module: nn.Module, state: Mapping[Any, Any]) -> None:
+        line, name = line_of_program(frames_above(__file__)), type(module).__name__
+        matrices = (one for key, one in module.named_parameters() if key in state and one.dim() > 1)
+        for one in islice(matrices, SAMPLED):
+            if type(one.data) is Tensor and one.numel() >= ELEMENTS and not one.is_meta:
+                self._samples[id(one)] = weakref.ref(one), _some_of(one), name, line
+
+    def overwritten(self) -> Iterator[tuple[str, str]]:
+        """Yield classes and lines of loads of which most weights hold something else by now, unlike what was loaded."""
+        loads: dict[tuple[str, str], list[bool]] = defaultdict(list)
+        for param, loaded, *where in self._samples.values():
+            if (now := param()) is not None and type(now.data) is Tensor and now.numel() >= ELEMENTS:
+                loads[where[0], where[1]].append(_is_other(_some_of(now), loaded))
+        yield from (where for where, others in loads.items() if 2 * sum(others) > len(others))
+
+
+SAMPLED, ELEMENTS = 8, 16
+"""Weights of a load that are remembered, and the fewest elements of each; up to ``MOST``."""
+MOST = 256
+
+
+@torch.no_grad()
+def _some_of(param: Tensor) -> Tensor:
+    """Elements of it, as float32 on the CPU."""
+    return param.detach().reshape(-1)[:MOST].float().cpu().clone()
+
+
+def _is_other(now: Tensor, before: Tensor) -> bool:
+    """Return whether these are no multiple of what was there, nor near it."""
+    if now.shape != before.shape or not bool(before.any()):
+        return False
+    along = float(now @ before) / (float(now.norm() * before.norm()) or 1.0)
+    return along < 0.5
 
 
 def _is_own(module: nn.Module, state: Mapping[Any, Any]) -> bool:

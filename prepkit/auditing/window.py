@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
+from prepkit.auditing.checkpoints import Checkpoints, kept_alive
 from prepkit.auditing.forwards import Forwards
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.libraries import Asked
@@ -102,6 +103,7 @@ class Window:
     losses: Losses = field(factory=Losses)
     loads: Loads = field(factory=Loads)
     ledger: Ledger = field(factory=Ledger)
+    checkpoints: Checkpoints = field(factory=Checkpoints)
     samples: Samples = field(factory=Samples)
     terms: Terms = field(factory=Terms)
     values: Computing = field(factory=Computing)
@@ -135,7 +137,7 @@ class Window:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
             listening = (self.recomputed, self.losses, self.loads, self.ledger, self.samples, self.terms, self.values)
-            for one in (*listening, self.libraries, self.turns, Standing(self.arrivals)):
+            for one in (*listening, self.checkpoints, self.libraries, self.turns, Standing(self.arrivals)):
                 stack.enter_context(one.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -190,6 +192,9 @@ class Window:
             misgiven=tuple(self.losses.misgiven),
             loaded=self.loads.lost(),
             loaded_itself=tuple(self.loads.itself),
+            kept_alive=tuple(dict.fromkeys(kept_alive())),
+            overwritten=tuple(self.loads.overwritten()),
+            unresumed=self.checkpoints.left(optimizer, scheduler),
             alike=tuple(self.forwards.alike),
             rebound=tuple(rebound()),
             untied=tuple(self.loads.untied()),

@@ -171,6 +171,12 @@ class WindowFacts:
     loaded: tuple[Loaded, ...] = ()
     loaded_itself: tuple[tuple[str, str], ...] = ()
     """Classes of modules that were given their own living weights to load, and lines."""
+    kept_alive: tuple[tuple[str, str], ...] = ()
+    """Lines that keep ``model.state_dict()`` in a loop without a copy, to be loaded behind it; and the model."""
+    overwritten: tuple[tuple[str, str], ...] = ()
+    """Classes of modules whose weights were loaded, and written anew before anything has stepped; and lines."""
+    unresumed: tuple[tuple[str, str], ...] = ()
+    """Keys of a checkpoint, of a run that goes on, that nobody has loaded, with whose state it is."""
     alike: tuple[tuple[str, str], ...] = ()
     """Classes of modules that were called twice for one loss, with the same, and gave the same; and lines."""
     rebound: tuple[str, ...] = ()

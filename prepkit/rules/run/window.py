@@ -246,6 +246,25 @@ def _averages(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", what, "Call it behind optimizer.step().", milder=True)
 
 
+def _kept_alive(facts: RunFacts) -> Iterator[Hit]:
+    for line, owner in facts.window.kept_alive if facts.window is not None else ():
+        what = f"{line} keeps `{owner}.state_dict()`, whose tensors train on, and loads it behind the loop"
+        yield Hit("model", f"{what}: these are the last weights, and not the best ones.")
+
+
+def _overwritten(facts: RunFacts) -> Iterator[Hit]:
+    for name, line in facts.window.overwritten if facts.window is not None else ():
+        yield Hit(
+            name, f"Weights that load_state_dict ({line}) has put there are gone: something has written them anew."
+        )
+
+
+def _unresumed(facts: RunFacts) -> Iterator[Hit]:
+    for key, name in facts.window.unresumed if facts.window is not None else ():
+        what = f"The checkpoint that the run goes on from has `{key}`, and nobody has loaded it: `{name}` begins anew."
+        yield Hit("optimizer", what)
+
+
 def _loaded_itself(facts: RunFacts) -> Iterator[Hit]:
     for name, line in facts.window.loaded_itself if facts.window is not None else ():
         what = f"load_state_dict ({line}) was given the living weights of the very model that is to load them"
@@ -361,6 +380,33 @@ RULES: tuple[Rule, ...] = (
         fix="Rename the keys, as by removeprefix('module.'), and load with strict=True, or look at what it returns.",
         milder="where other keys were taken, or no key of the model is like one that was given",
         source=("torch Module.load_state_dict",),
+    ),
+    Rule(
+        id="run.best-aliased",
+        summary="Weights that are kept for later are a copy.",
+        check=_kept_alive,
+        at=(Moment.AUDIT,),
+        fix="Keep copy.deepcopy(model.state_dict()).",
+        severity=Severity.WARNING,
+        source=("torch Module.state_dict",),
+    ),
+    Rule(
+        id="run.loaded-overwritten",
+        summary="Weights that were loaded are what begins to train.",
+        check=_overwritten,
+        at=(Moment.AUDIT,),
+        fix="Initialise first, or the new layers alone, and load then.",
+        severity=Severity.WARNING,
+        source=("torch Module.load_state_dict",),
+    ),
+    Rule(
+        id="run.resumed-part",
+        summary="A run that goes on has all of its state.",
+        check=_unresumed,
+        at=(Moment.AUDIT,),
+        fix="Write optimizer.load_state_dict(checkpoint[...]), and the same of the scheduler.",
+        severity=Severity.WARNING,
+        source=("torch Optimizer.load_state_dict",),
     ),
     Rule(
         id="run.loaded-itself",

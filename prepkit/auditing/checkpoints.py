@@ -1,0 +1,110 @@
+"""What ``torch.load`` gives while a script runs, and what of a run that goes on is loaded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from prepkit.observe.prepared.around import around_calls, nodes, parsed, texts_of_program
+from prepkit.observe.prepared.optimizers import inner
+
+COUNTS = frozenset({"epoch", "step", "global_step", "iteration", "iter", "it", "start_epoch", "epochs_run", "iter_num"})
+"""Keys by which a checkpoint says how far it is."""
+
+
+@define(eq=False)
+class Checkpoints:
+    """Listens inside ``on()``."""
+
+    _optimizers: dict[str, None] = field(factory=dict)
+    """Keys of what was loaded that have the state of an optimizer that has stepped."""
+    _schedulers: dict[str, None] = field(factory=dict)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with around_calls(torch, "load", self._loads):
+            yield
+
+    def left(self, optimizer: Any, scheduler: Any) -> tuple[tuple[str, str], ...]:
+        """Keys of a checkpoint that nobody has loaded, with whose state it is; none where the run does not go on."""
+        found = []
+        stateless = optimizer is not None and not getattr(inner(optimizer), "state", True)
+        if self._optimizers and stateless:
+            found.append((next(iter(self._optimizers)), type(inner(optimizer)).__name__))
+        if self._schedulers and scheduler is not None and getattr(scheduler, "last_epoch", None) == 0:
+            found.append((next(iter(self._schedulers)), type(scheduler).__name__))
+        return tuple(found) if found and _goes_on() else ()
+
+    def _loads(self, plain: Any, *given: Any, **named: Any) -> Any:
+        result = plain(*given, **named)
+        for key, value in result.items() if isinstance(result, Mapping) else ():
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, Mapping) and one.get("state") and one.get("param_groups"):
+                    self._optimizers[str(key)] = None
+                elif isinstance(one, Mapping) and isinstance(one.get("last_epoch"), int) and one["last_epoch"] > 0:
+                    self._schedulers[str(key)] = None
+        return result
+
+
+def _goes_on() -> bool:
+    """Return whether the program reads how far a checkpoint is: ``checkpoint["epoch"]``."""
+    return any(_is_count(one) for file in texts_of_program() for one in nodes(parsed(file)))
+
+
+def _is_count(node: ast.AST) -> bool:
+    match node:
+        case ast.Subscript(slice=ast.Constant(value=str(key)), ctx=ast.Load()):
+            return key in COUNTS
+        case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(key)), *_]):
+            return key in COUNTS
+    return False
+
+
+def kept_alive() -> Iterator[tuple[str, str]]:
+    """Yield lines that keep ``model.state_dict()`` in a loop, without a copy, to be loaded behind it; and the model."""
+    for file, text in texts_of_program().items():
+        if ".state_dict()" not in text or ".load_state_dict(" not in text:
+            continue
+        tree = parsed(file)
+        loaded = [(one.func.value, one.args[0], one.lineno) for one in nodes(tree) if _is_load(one)]
+        for loop in (one for one in nodes(tree) if isinstance(one, ast.For | ast.While)):
+            for name, owner, line in _kept(loop):
+                behind = [at for who, what, at in loaded if ast.unparse(who) == owner and ast.unparse(what) == name]
+                outside = behind and not any(loop.lineno <= at <= (loop.end_lineno or 0) for at in behind)
+                if outside and not _written(tree, name):
+                    yield f"{Path(file).name}:{line}", owner
+
+
+def _is_load(node: ast.AST) -> bool:
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and bool(node.args)
+    return called and node.func.attr == "load_state_dict"  # type: ignore[attr-defined]  # it is a call of an attribute
+
+
+def _kept(loop: ast.For | ast.While) -> Iterator[tuple[str, str, int]]:
+    """Yield names that are given a bare ``owner.state_dict()`` inside a loop, the owner, and the line."""
+    for one in ast.walk(loop):
+        if isinstance(one, ast.Assign):
+            target, value = one.targets[0], one.value
+            several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            pairs = zip(target.elts, value.elts, strict=False) if several else [(target, value)]  # type: ignore[attr-defined]
+            for name, given in pairs:
+                match given:
+                    case ast.Call(func=ast.Attribute(value=owner, attr="state_dict"), args=[], keywords=[]):
+                        yield ast.unparse(name), ast.unparse(owner), one.lineno
+
+
+def _written(tree: ast.AST, name: str) -> bool:
+    """Return whether entries of it are written, or it is copied somewhere."""
+    for one in nodes(tree):
+        if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == name:
+            return True
+        if isinstance(one, ast.Call) and "copy" in ast.unparse(one.func) and name in map(ast.unparse, one.args):
+            return True
+    return False
