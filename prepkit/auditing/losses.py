@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -40,6 +41,10 @@ MOST = 8
 """Comparisons that are kept."""
 NEAR = 1e-2
 """How far a sum of probabilities may be from 1, in whatever precision they are computed."""
+EQUAL = 1e-3
+"""How far numbers that are the same may be apart, as a part of them."""
+MOST_LOOKED_AT = 1 << 18
+"""Elements that are looked at of what may be large; of fewer rows than two, no matter how long."""
 SMOOTH = 0.5
 """How far labels are moved on purpose, as those of a discriminator are."""
 DEEP = 8
@@ -66,6 +71,8 @@ class Losses:
     misgiven: dict[Misgiven, None] = field(factory=dict)
     compared: list[LossCompared] = field(factory=list)
     """The last ones of ``PLACES``."""
+    _totals: dict[tuple[float, float], float] = field(factory=lambda: defaultdict(float))
+    """What the targets of a sample sum to, over all divergences of the same outputs, as from parts of a mixture."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -74,6 +81,14 @@ class Losses:
             for name in dict.fromkeys((*PLACES, *SQUASHED, *TAKES)):
                 stack.enter_context(around_calls(nn.functional, name, partial(self._hears, name)))
             yield
+
+    def told(self) -> tuple[Misgiven, ...]:
+        """What losses were given that they are not defined for."""
+        totals = [one for one in self._totals.values() if abs(one - 1) > 5 * NEAR]
+        if totals:
+            what = f"targets that are no probabilities: those of each sample sum to {totals[0]:.3g}"
+            self._misgiven("kl_div", what, _PARTS)
+        return tuple(self.misgiven)
 
     def backward(self, loss: Any) -> None:
         """Hears of what goes backward, be it computed by a loss of torch's or by hand."""
@@ -97,6 +112,10 @@ class Losses:
             self._bounded(name, before, bounds, known)
         for what, fix in TAKES[name](known) if name in TAKES else ():
             self._misgiven(name, what, fix)
+        if name == "kl_div" and not known["log_target"]:
+            outputs, total = known["input"].detach(), _total(known["input"].detach(), known["target"].detach())
+            if total:
+                self._totals[float(outputs[0].float().sum()), float(outputs[-1].float().sum())] += total
         if name in PLACES:
             self.compared = [*self.compared, _compared(known)][-MOST:]
 
@@ -118,6 +137,7 @@ class Losses:
 _LOGITS = "Leave the last activation out: it takes logits."
 _REACH = "Scale the targets into its range, or leave the activation out."
 _SHAPE = "Give both one shape: outputs.squeeze(-1), or targets.unsqueeze(-1)."
+_PARTS = "Divide before the softmax, softmax(targets / T, dim), and scale the loss, not its targets."
 _LOGS = "Give it log_softmax(outputs, dim) in the place of outputs."
 Hits = Iterator[tuple[str, str]]
 
@@ -128,6 +148,9 @@ def _of_classes(known: Mapping[str, Any]) -> Hits:
     if outputs.shape[dim] == 1:
         fix = "Give it an output for each class, or write binary_cross_entropy_with_logits."
         yield "outputs of one class alone, so that it is 0 whatever the model says", fix
+    elif not target.is_floating_point() and _finds_itself(outputs, target):
+        what = "similarities of samples with themselves among the others, which are the largest and never the target"
+        yield what, "Leave them out before it: logits.fill_diagonal_(float('-inf'))."
     elif target.is_floating_point() and not _is_distribution(target, dim):
         fix = "Where a sample may be of several classes, write binary_cross_entropy_with_logits."
         yield f"targets that are no probabilities: those of a sample sum to {_least_sum(target, dim):.3g}", fix
@@ -233,6 +256,40 @@ def _least_sum(values: Tensor, dim: int) -> float:
     """Of the sums the one that is furthest from 1."""
     sums = values.float().sum(dim).flatten()
     return float(sums[(sums - 1).abs().argmax()])
+
+
+def _total(outputs: Tensor, target: Tensor) -> float:
+    """What the targets of every sample sum to, along the dimension in which outputs sum to 1.
+
+    0: each to another number, as where samples are weighed, or no such dimension is known.
+    """
+    if target.shape != outputs.shape or target.dim() < 2 or not target.numel():
+        return 0.0
+    rows = max(2, MOST_LOOKED_AT * len(target) // target.numel())
+    outputs, target = outputs[:rows].float(), target[:rows].float()
+    for dim in dict.fromkeys((target.dim() - 1, 1)):
+        if target.shape[dim] > 1 and bool((outputs.logsumexp(dim).abs() < NEAR).all()):
+            sums = target.sum(dim)
+            sums = sums[sums != 0]
+            alike = sums.numel() > 1 and float(sums.max() - sums.min()) <= NEAR * float(sums.max())
+            return float(sums.mean()) if alike else 0.0
+    return 0.0
+
+
+def _finds_itself(outputs: Tensor, target: Tensor) -> bool:
+    """Return whether rows are of samples compared with all of them, themselves among these, and with another as the
+    target."""
+    count = len(outputs)
+    if outputs.dim() != 2 or outputs.shape[1] != count or count < 4 or target.shape != (count,):
+        return False
+    diagonal, own = outputs.diagonal().float(), torch.arange(count, device=target.device)
+    least, most = (float(one) for one in diagonal.aminmax())
+    if not (bool((target != own).all()) and abs(most) < float("inf") and most - least <= EQUAL * abs(most)):
+        return False
+    rows = outputs[: max(4, MOST_LOOKED_AT // count)].float()
+    largest = rows.topk(2).values
+    alone = largest[:, 0] - largest[:, 1] > EQUAL * abs(most)
+    return bool((rows.argmax(1) == own[: len(rows)].to(rows.device)).logical_or(~alone).all()) and bool(alone.any())
 
 
 def _compared(known: Mapping[str, Any]) -> LossCompared:

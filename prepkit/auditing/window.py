@@ -175,7 +175,7 @@ class Window:
             clipped_spent=self.clipped_spent,
             clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.losses.squashed),
-            misgiven=tuple(self.losses.misgiven),
+            misgiven=self.losses.told(),
             loaded=self.loads.lost(),
             untied=tuple(self.loads.untied()),
             idle=tuple(self._idle()),

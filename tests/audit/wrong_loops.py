@@ -39,6 +39,7 @@ from tests.audit.loops import (
 )
 from tests.audit.misgiven import MISGIVEN, RIGHT_LOSSES
 from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
+from tests.audit.terms_loops import RIGHT_TERMS, WRONG_TERMS
 
 
 def float16_without_a_scaler(rank: int, world: int) -> None:
@@ -526,6 +527,7 @@ def pads_that_count(rank: int, world: int) -> None:
 WRONG: tuple[Loop, ...] = (
     *WRONG_SEQUENCES,
     *MISGIVEN,
+    *WRONG_TERMS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -586,4 +588,4 @@ WRONG: tuple[Loop, ...] = (
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *WRONG)
