@@ -277,8 +277,7 @@ def _total(outputs: Tensor, target: Tensor) -> float:
 
 
 def _finds_itself(outputs: Tensor, target: Tensor) -> bool:
-    """Return whether rows are of samples compared with all of them, themselves among these, and with another as the
-    target."""
+    """Return whether rows compare samples with all of them, themselves among these, and have another as the target."""
     count = len(outputs)
     if outputs.dim() != 2 or outputs.shape[1] != count or count < 4 or target.shape != (count,):
         return False
