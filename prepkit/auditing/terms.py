@@ -15,7 +15,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from prepkit.auditing.losses import SHAPES
-from prepkit.facts.terms import Cancelled, TermFacts
+from prepkit.auditing.term_texts import constants, divergences, text_of
+from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
 from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
 
 MOST_LINES = 8
@@ -46,6 +47,8 @@ class Terms:
     """Whether hooks hang on tensors, or on what graphs save, which must not run twice."""
     targets: dict[str, None] = field(factory=dict)
     cancelled: dict[Cancelled, None] = field(factory=dict)
+    constants: dict[ConstantTerm, None] = field(factory=dict)
+    divergences: dict[OddDivergence, None] = field(factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -58,7 +61,12 @@ class Terms:
 
     def facts(self) -> TermFacts:
         """What was heard so far."""
-        return TermFacts(targets=tuple(self.targets), cancelled=tuple(self.cancelled))
+        return TermFacts(
+            targets=tuple(self.targets),
+            cancelled=tuple(self.cancelled),
+            constants=tuple(self.constants),
+            divergences=tuple(self.divergences),
+        )
 
     def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -83,6 +91,11 @@ class Terms:
         terms = [*split(loss.grad_fn)]
         if any(_bootstraps(one) for term in terms for one in _compared(term)):
             self.targets[line] = None
+        text = text_of(frames_above(__file__))
+        if text is not None and (summands := text.terms()):
+            trained = {id(one.variable) for one in every if hasattr(one, "variable")}
+            self.constants |= dict.fromkeys(constants(text, summands, trained))
+            self.divergences |= dict.fromkeys(divergences(text, summands))
         spread = dist.is_initialized() and dist.get_world_size() > 1
         if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
             for term in terms:

@@ -31,7 +31,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
-from prepkit.facts.terms import Cancelled, TermFacts
+from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -276,6 +276,23 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         window=WindowFacts(
             terms=TermFacts(cancelled=(Cancelled(line="train.py:31", of="difference", shape=(64,), terms=2),))
+        ),
+    ),
+    "run.term-constant": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(constants=(ConstantTerm(line="train.py:29", name="penalty", made=".data"),))
+        ),
+    ),
+    "run.divergence-negative": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(
+                divergences=(
+                    OddDivergence(line="train.py:30", name="kl", value=-0.31),
+                    OddDivergence(line="train.py:31", name="kld", value=0.31, subtracted=True),
+                )
+            )
         ),
     ),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),

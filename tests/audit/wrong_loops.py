@@ -39,6 +39,7 @@ from tests.audit.loops import (
 )
 from tests.audit.misgiven import MISGIVEN, RIGHT_LOSSES
 from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
+from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
 from tests.audit.terms_loops import RIGHT_TERMS, WRONG_TERMS
 
 
@@ -528,6 +529,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_SEQUENCES,
     *MISGIVEN,
     *WRONG_TERMS,
+    *WRONG_SUMS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -588,4 +590,4 @@ WRONG: tuple[Loop, ...] = (
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *RIGHT_SUMS, *WRONG)

@@ -27,6 +27,19 @@ def _cancelled(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what}, and their gradients cancel.")
 
 
+def _constants(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).constants:
+        what = f"{one.name} is added to the loss and trains nothing, though it is made of what trains: {one.made} has"
+        yield Hit(one.line, f"{what} taken its graph away.")
+
+
+def _divergences(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).divergences:
+        how = "subtracted from" if one.subtracted else "added to"
+        what = f"{one.name} is {one.value:.3g} and {how} the loss, which can make it as small as it likes by moving"
+        yield Hit(one.line, f"{what} both distributions apart: the sign is turned.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.target-trains",
@@ -45,6 +58,24 @@ RULES: tuple[Rule, ...] = (
         fix="Compute the one that is compared with before the update, and detach it: old = logp.detach().",
         severity=Severity.WARNING,
         source=("torch Tensor.detach",),
+    ),
+    Rule(
+        id="run.term-constant",
+        summary="A term of a loss that is made of what trains has a graph.",
+        check=_constants,
+        at=(Moment.AUDIT,),
+        fix="Leave .data, .item(), .detach() and no_grad() out of what is added to the loss.",
+        severity=Severity.WARNING,
+        source=("torch Tensor.detach", "torch.no_grad"),
+    ),
+    Rule(
+        id="run.divergence-negative",
+        summary="A divergence that goes into a loss is not below 0.",
+        check=_divergences,
+        at=(Moment.AUDIT,),
+        fix="Write kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(1).mean(), and add it.",
+        severity=Severity.WARNING,
+        source=("Kingma and Welling 2014, appendix B",),
     ),
 )
 """Reporting order."""
