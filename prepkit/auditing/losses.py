@@ -15,6 +15,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
+from prepkit.auditing.in_order import is_sorted, read_in_order
 from prepkit.facts.window import Misgiven
 from prepkit.observe.prepared.around import around_calls
 
@@ -45,6 +46,10 @@ EQUAL = 1e-3
 """How far numbers that are the same may be apart, as a part of them."""
 MOST_LOOKED_AT = 1 << 18
 """Elements that are looked at of what may be large; of fewer rows than two, no matter how long."""
+ENOUGH = 48
+"""Targets that are hardly of one class by chance, be it a frequent one."""
+FEW = 16
+"""Those that are not where samples lie class by class, and are read so."""
 SMOOTH = 0.5
 """How far labels are moved on purpose, as those of a discriminator are."""
 DEEP = 8
@@ -73,6 +78,8 @@ class Losses:
     """The last ones of ``PLACES``."""
     _totals: dict[tuple[float, float], float] = field(factory=lambda: defaultdict(float))
     """What the targets of a sample sum to, over all divergences of the same outputs, as from parts of a mixture."""
+    _classes: tuple[int | None, int] = (None, 0)
+    """The class of which all targets were until now, and how many; None: there were none yet, -1: they are mixed."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -82,12 +89,35 @@ class Losses:
                 stack.enter_context(around_calls(nn.functional, name, partial(self._hears, name)))
             yield
 
+    def _hears_classes(self, known: Mapping[str, Any]) -> None:
+        """Of targets of one dimension, which are few enough to be of one class by mistake."""
+        outputs, target = known["input"], known["target"].detach()
+        if outputs.dim() != 2 or outputs.shape[1] < 3 or target.dim() != 1 or target.is_floating_point():
+            self._classes = (-1, 0)
+        elif self._classes[0] != -1 and (seen := target[target != known["ignore_index"]]).numel():
+            least, most = (int(one) for one in seen.aminmax())
+            same = least == most and self._classes[0] in (None, most)
+            self._classes = (most, self._classes[1] + seen.numel()) if same else (-1, 0)
+
+    def _targets_alike(self) -> None:
+        """By class 0 alone nothing is told: of several candidates the first is often the right one."""
+        one, count = self._classes
+        if one in (None, -1) or count < FEW:
+            return
+        what = f"{count} targets that are all {one}"
+        if any(map(is_sorted, read_in_order())):
+            what = f"{what}, of samples that lie class by class and are read in this order"
+            self._misgiven("cross_entropy", what, "Write shuffle=True where the loader is made.", "alike")
+        elif one and count >= ENOUGH:
+            self._misgiven("cross_entropy", what, _CLONE, "alike")
+
     def told(self) -> tuple[Misgiven, ...]:
         """What losses were given that they are not defined for."""
         totals = [one for one in self._totals.values() if abs(one - 1) > 5 * NEAR]
         if totals:
             what = f"targets that are no probabilities: those of each sample sum to {totals[0]:.3g}"
             self._misgiven("kl_div", what, _PARTS)
+        self._targets_alike()
         return tuple(self.misgiven)
 
     def backward(self, loss: Any) -> None:
@@ -112,6 +142,8 @@ class Losses:
             self._bounded(name, before, bounds, known)
         for what, fix in TAKES[name](known) if name in TAKES else ():
             self._misgiven(name, what, fix)
+        if name == "cross_entropy":
+            self._hears_classes(known)
         if name == "kl_div" and not known["log_target"]:
             outputs, total = known["input"].detach(), _total(known["input"].detach(), known["target"].detach())
             if total:
@@ -129,7 +161,7 @@ class Losses:
                 what = f"targets from {least:.3g} to {most:.3g}, which what a {before.lower()} gives cannot reach"
                 self._misgiven(name, what, _REACH, "bounded")
 
-    def _misgiven(self, loss: str, what: str, fix: str, kind: Literal["", "bounded"] = "") -> None:
+    def _misgiven(self, loss: str, what: str, fix: str, kind: Literal["", "bounded", "alike"] = "") -> None:
         if not any(one.loss == loss and one.kind == kind for one in self.misgiven):
             self.misgiven[Misgiven(loss=loss, what=what, fix=fix, kind=kind)] = None
 
@@ -138,6 +170,7 @@ _LOGITS = "Leave the last activation out: it takes logits."
 _REACH = "Scale the targets into its range, or leave the activation out."
 _SHAPE = "Give both one shape: outputs.squeeze(-1), or targets.unsqueeze(-1)."
 _PARTS = "Divide before the softmax, softmax(targets / T, dim), and scale the loss, not its targets."
+_CLONE = "Clone them before inputs are changed in place, or look where they come from."
 _LOGS = "Give it log_softmax(outputs, dim) in the place of outputs."
 Hits = Iterator[tuple[str, str]]
 

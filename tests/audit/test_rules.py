@@ -295,6 +295,12 @@ BROKEN: dict[str, RunFacts] = {
             )
         ),
     ),
+    "run.targets-alike": evolve(
+        FINE,
+        window=WindowFacts(
+            misgiven=(Misgiven(loss="cross_entropy", what="20 targets that are all 3", fix="Shuffle.", kind="alike"),)
+        ),
+    ),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
     "run.reseeded": evolve(
         FINE,

@@ -40,6 +40,12 @@ def _divergences(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} both distributions apart: the sign is turned.")
 
 
+def _alike(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.window.misgiven if facts.window is not None else ():
+        if one.kind == "alike":
+            yield Hit(one.loss, f"It is given {one.what}.", one.fix)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.target-trains",
@@ -76,6 +82,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(1).mean(), and add it.",
         severity=Severity.WARNING,
         source=("Kingma and Welling 2014, appendix B",),
+    ),
+    Rule(
+        id="run.targets-alike",
+        summary="The targets of a batch are of several classes.",
+        check=_alike,
+        at=(Moment.AUDIT,),
+        fix="Shuffle samples, shuffle=True; clone targets before inputs are changed in place.",
+        severity=Severity.WARNING,
+        source=("torch DataLoader: shuffle",),
     ),
 )
 """Reporting order."""
