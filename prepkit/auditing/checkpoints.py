@@ -73,18 +73,21 @@ def kept_alive() -> Iterator[tuple[str, str]]:
         if ".state_dict()" not in text or ".load_state_dict(" not in text:
             continue
         tree = parsed(file)
-        loaded = [(one.func.value, one.args[0], one.lineno) for one in nodes(tree) if _is_load(one)]
+        loaded = [*_loads_of(tree)]
         for loop in (one for one in nodes(tree) if isinstance(one, ast.For | ast.While)):
             for name, owner, line in _kept(loop):
-                behind = [at for who, what, at in loaded if ast.unparse(who) == owner and ast.unparse(what) == name]
+                behind = [at for who, what, at in loaded if (who, what) == (owner, name)]
                 outside = behind and not any(loop.lineno <= at <= (loop.end_lineno or 0) for at in behind)
                 if outside and not _written(tree, name):
                     yield f"{Path(file).name}:{line}", owner
 
 
-def _is_load(node: ast.AST) -> bool:
-    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and bool(node.args)
-    return called and node.func.attr == "load_state_dict"  # type: ignore[attr-defined]  # it is a call of an attribute
+def _loads_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
+    """Yield the owner, the argument and the line of every ``owner.load_state_dict(argument)``."""
+    for one in nodes(tree):
+        match one:
+            case ast.Call(func=ast.Attribute(value=owner, attr="load_state_dict"), args=[what, *_]):
+                yield ast.unparse(owner), ast.unparse(what), one.lineno
 
 
 def _kept(loop: ast.For | ast.While) -> Iterator[tuple[str, str, int]]:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import Asking, ModelCall, apart, tensors
 from prepkit.auditing.losses import LossCompared
@@ -151,6 +153,14 @@ def nodes_of(loss: Any) -> set[Any]:
         seen |= after
         waiting += after
     return seen
+
+
+def sizes_of(alive: list[Any]) -> set[int]:
+    """Of the batches that living loaders give, or those that are iterated."""
+    samplers = (
+        getattr(one, "_index_sampler", None) for one in alive if isinstance(one, DataLoader | _BaseDataLoaderIter)
+    )
+    return {size for one in samplers if isinstance(size := getattr(one, "batch_size", None), int)}
 
 
 def _can_be_asked(module: nn.Module) -> bool:

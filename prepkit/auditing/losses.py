@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
+from prepkit.auditing.in_order import is_sorted, read_in_order
 from prepkit.facts.window import Misgiven
 from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above
 
@@ -41,6 +43,14 @@ MOST = 8
 """Comparisons that are kept."""
 NEAR = 1e-2
 """How far a sum of probabilities may be from 1, in whatever precision they are computed."""
+EQUAL = 1e-3
+"""How far numbers that are the same may be apart, as a part of them."""
+MOST_LOOKED_AT = 1 << 18
+"""Elements that are looked at of what may be large; of fewer rows than two, no matter how long."""
+ENOUGH = 48
+"""Targets that are hardly of one class by chance, be it a frequent one."""
+FEW = 16
+"""Those that are not where samples lie class by class, and are read so."""
 SMOOTH = 0.5
 """How far labels are moved on purpose, as those of a discriminator are."""
 DEEP = 8
@@ -70,6 +80,10 @@ class Losses:
     _noise: list[tuple[weakref.ref[Tensor], int]] = field(factory=list)
     """What was drawn since the last backward, and how many models had been called before."""
     _calls: int = 0
+    _totals: dict[tuple[float, float], float] = field(factory=lambda: defaultdict(float))
+    """What the targets of a sample sum to, over all divergences of the same outputs, as from parts of a mixture."""
+    _classes: tuple[int | None, int] = (None, 0)
+    """The class of which all targets were until now, and how many; None: there were none yet, -1: they are mixed."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -108,6 +122,37 @@ class Losses:
         fresh = any(noise is target and at == self._calls for noise, at in drawn)
         return fresh and any(noise.shape == target.shape and at < self._calls for noise, at in drawn)
 
+    def _hears_classes(self, known: Mapping[str, Any]) -> None:
+        """Of targets of one dimension, which are few enough to be of one class by mistake."""
+        outputs, target = known["input"], known["target"].detach()
+        if outputs.dim() != 2 or outputs.shape[1] < 3 or target.dim() != 1 or target.is_floating_point():
+            self._classes = (-1, 0)
+        elif self._classes[0] != -1 and (seen := target[target != known["ignore_index"]]).numel():
+            least, most = (int(one) for one in seen.aminmax())
+            same = least == most and self._classes[0] in (None, most)
+            self._classes = (most, self._classes[1] + seen.numel()) if same else (-1, 0)
+
+    def _targets_alike(self) -> None:
+        """By class 0 alone nothing is told: of several candidates the first is often the right one."""
+        one, count = self._classes
+        if one in (None, -1) or count < FEW:
+            return
+        what = f"{count} targets that are all {one}"
+        if any(map(is_sorted, read_in_order())):
+            what = f"{what}, of samples that lie class by class and are read in this order"
+            self._misgiven("cross_entropy", what, "Write shuffle=True where the loader is made.", "alike")
+        elif one and count >= ENOUGH:
+            self._misgiven("cross_entropy", what, _CLONE, "alike")
+
+    def told(self) -> tuple[Misgiven, ...]:
+        """What losses were given that they are not defined for."""
+        totals = [one for one in self._totals.values() if abs(one - 1) > 5 * NEAR]
+        if totals:
+            what = f"targets that are no probabilities: those of each sample sum to {totals[0]:.3g}"
+            self._misgiven("kl_div", what, _PARTS)
+        self._targets_alike()
+        return tuple(self.misgiven)
+
     def backward(self, loss: Any) -> None:
         """Hears of what goes backward, be it computed by a loss of torch's or by hand."""
         self._noise = []
@@ -135,6 +180,12 @@ class Losses:
         if name in DIFFERENCES and self._is_fresh_noise(known["target"]):
             what = "noise as targets that was drawn behind the call of the model, which was given other noise"
             self._misgiven(name, what, "Give it the noise that was added to what the model was given.")
+        if name == "cross_entropy":
+            self._hears_classes(known)
+        if name == "kl_div" and not known["log_target"]:
+            outputs, total = known["input"].detach(), _total(known["input"].detach(), known["target"].detach())
+            if total:
+                self._totals[float(outputs[0].float().sum()), float(outputs[-1].float().sum())] += total
         if name in PLACES:
             self.compared = [*self.compared, _compared(known)][-MOST:]
 
@@ -148,7 +199,7 @@ class Losses:
                 what = f"targets from {least:.3g} to {most:.3g}, which what a {before.lower()} gives cannot reach"
                 self._misgiven(name, what, _REACH, "bounded")
 
-    def _misgiven(self, loss: str, what: str, fix: str, kind: Literal["", "bounded"] = "") -> None:
+    def _misgiven(self, loss: str, what: str, fix: str, kind: Literal["", "bounded", "alike"] = "") -> None:
         if not any(one.loss == loss and one.kind == kind for one in self.misgiven):
             self.misgiven[Misgiven(loss=loss, what=what, fix=fix, kind=kind)] = None
 
@@ -156,6 +207,8 @@ class Losses:
 _LOGITS = "Leave the last activation out: it takes logits."
 _REACH = "Scale the targets into its range, or leave the activation out."
 _SHAPE = "Give both one shape: outputs.squeeze(-1), or targets.unsqueeze(-1)."
+_PARTS = "Divide before the softmax, softmax(targets / T, dim), and scale the loss, not its targets."
+_CLONE = "Clone them before inputs are changed in place, or look where they come from."
 _LOGS = "Give it log_softmax(outputs, dim) in the place of outputs."
 Hits = Iterator[tuple[str, str]]
 
@@ -166,6 +219,9 @@ def _of_classes(known: Mapping[str, Any]) -> Hits:
     if outputs.shape[dim] == 1:
         fix = "Give it an output for each class, or write binary_cross_entropy_with_logits."
         yield "outputs of one class alone, so that it is 0 whatever the model says", fix
+    elif not target.is_floating_point() and _finds_itself(outputs, target):
+        what = "similarities of samples with themselves among the others, which are the largest and never the target"
+        yield what, "Leave them out before it: logits.fill_diagonal_(float('-inf'))."
     elif target.is_floating_point() and not _is_distribution(target, dim):
         fix = "Where a sample may be of several classes, write binary_cross_entropy_with_logits."
         yield f"targets that are no probabilities: those of a sample sum to {_least_sum(target, dim):.3g}", fix
@@ -271,6 +327,39 @@ def _least_sum(values: Tensor, dim: int) -> float:
     """Of the sums the one that is furthest from 1."""
     sums = values.float().sum(dim).flatten()
     return float(sums[(sums - 1).abs().argmax()])
+
+
+def _total(outputs: Tensor, target: Tensor) -> float:
+    """What the targets of every sample sum to, along the dimension in which outputs sum to 1.
+
+    0: each to another number, as where samples are weighed, or no such dimension is known.
+    """
+    if target.shape != outputs.shape or target.dim() < 2 or not target.numel():
+        return 0.0
+    rows = max(2, MOST_LOOKED_AT * len(target) // target.numel())
+    outputs, target = outputs[:rows].float(), target[:rows].float()
+    for dim in dict.fromkeys((target.dim() - 1, 1)):
+        if target.shape[dim] > 1 and bool((outputs.logsumexp(dim).abs() < NEAR).all()):
+            sums = target.sum(dim)
+            sums = sums[sums != 0]
+            alike = sums.numel() > 1 and float(sums.max() - sums.min()) <= NEAR * float(sums.max())
+            return float(sums.mean()) if alike else 0.0
+    return 0.0
+
+
+def _finds_itself(outputs: Tensor, target: Tensor) -> bool:
+    """Return whether rows compare samples with all of them, themselves among these, and have another as the target."""
+    count = len(outputs)
+    if outputs.dim() != 2 or outputs.shape[1] != count or count < 4 or target.shape != (count,):
+        return False
+    diagonal, own = outputs.diagonal().float(), torch.arange(count, device=target.device)
+    least, most = (float(one) for one in diagonal.aminmax())
+    if not (bool((target != own).all()) and abs(most) < float("inf") and most - least <= EQUAL * abs(most)):
+        return False
+    rows = outputs[: max(4, MOST_LOOKED_AT // count)].float()
+    largest = rows.topk(2).values
+    alone = largest[:, 0] - largest[:, 1] > EQUAL * abs(most)
+    return bool((rows.argmax(1) == own[: len(rows)].to(rows.device)).logical_or(~alone).all()) and bool(alone.any())
 
 
 def _compared(known: Mapping[str, Any]) -> LossCompared:

@@ -2,23 +2,268 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from attrs import define
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from prepkit.facts.terms import TermFacts
+from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.term_texts import constants, divergences, text_of
+from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
+from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+
+MOST_LINES = 8
+"""Lines that go backward whose first loss is looked into."""
+MOST_NODES = 4000
+"""Of a graph that is looked into."""
+MOST_TOPS = 64
+"""Nodes at the top of it, between the loss and what it compares."""
+MOST_ELEMENTS = 1 << 26
+"""Of parameters whose gradients are computed to ask what a term trains."""
+MOST_ASKED = 4
+"""Differences of a term that are asked."""
+NOTHING = 1e-5
+"""What is left of a gradient by rounding where it cancels, as a part of it."""
+SPREAD = frozenset({"Mean", "Sum", "Pow", "Abs", "Sqrt", "Expand", "Neg", "Add", "Mul", "Div", *SHAPES})
+"""What stands between a loss and differences that are compared."""
+COMPARED = frozenset({"Sub", "MseLoss", "SmoothL1Loss", "HuberLoss"})
+CHOSEN = frozenset({"Max", "Min", "Amax", "Amin", "Gather", "Minimum", "Maximum"})
+"""What chooses one value of several for a sample."""
 
 
 @define(eq=False)
 class Terms:
-    """Listens inside ``on()``."""
+    """Listens inside ``on()`` to what goes backward, and looks into the first loss of each line, before it does."""
+
+    _lines: set[str] = field(factory=set)
+    _hooked: bool = False
+    """Whether hooks hang on tensors, or on what graphs save, which must not run twice."""
+    targets: dict[str, None] = field(factory=dict)
+    cancelled: dict[Cancelled, None] = field(factory=dict)
+    constants: dict[ConstantTerm, None] = field(factory=dict)
+    divergences: dict[OddDivergence, None] = field(factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        yield
+        with ExitStack() as stack:
+            stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            for home, name in ((Tensor, "register_hook"), (Tensor, "retain_grad"), (saved_tensors_hooks, "__enter__")):
+                stack.enter_context(around_calls(home, name, self._hooks))
+            yield
 
     def facts(self) -> TermFacts:
         """What was heard so far."""
-        return TermFacts()
+        return TermFacts(
+            targets=tuple(self.targets),
+            cancelled=tuple(self.cancelled),
+            constants=tuple(self.constants),
+            divergences=tuple(self.divergences),
+        )
+
+    def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._hooked = True
+        return plain(*given, **named)
+
+    def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
+        nested = torch._C._current_graph_task_id() != -1 or named.get("create_graph")
+        if not torch.compiler.is_compiling() and not nested:
+            loss = tensors[0] if isinstance(tensors, tuple | list) and len(tensors) == 1 else tensors
+            line = line_of_program(frames_above(__file__))
+            is_new = line and line not in self._lines and len(self._lines) < MOST_LINES
+            if is_new and type(loss) is Tensor and loss.numel() == 1 and loss.grad_fn is not None:
+                self._lines.add(line)
+                self._looks(loss, line)
+        return plain(tensors, *given, **named)
+
+    def _looks(self, loss: Tensor, line: str) -> None:
+        every = graph(loss.grad_fn)
+        if not every or any("BackwardBackward" in type(one).__name__ for one in every):
+            return
+        terms = [*split(loss.grad_fn)]
+        if any(_bootstraps(one) for term in terms for one in _compared(term)):
+            self.targets[line] = None
+        text = text_of(frames_above(__file__))
+        if text is not None and (summands := text.terms()):
+            trained = {id(one.variable) for one in every if hasattr(one, "variable")}
+            self.constants |= dict.fromkeys(constants(text, summands, trained))
+            self.divergences |= dict.fromkeys(divergences(text, summands))
+        spread = dist.is_initialized() and dist.get_world_size() > 1
+        if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
+            for term in terms:
+                if (found := _cancels(term)) is not None:
+                    shape = _shape(found)
+                    of = "quotient" if name_of(found) == "Div" else "difference"
+                    self.cancelled[Cancelled(line=line, of=of, shape=shape, terms=len(terms))] = None
+
+
+def name_of(node: Any) -> str:
+    """Of ``AddBackward0`` ``Add``."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(node._input_metadata[0].shape)
+
+
+def _before(node: Any) -> list[Any]:
+    """The nodes that one takes from, without those of what needs no gradient."""
+    return [one for one, _ in node.next_functions if one is not None]
+
+
+def graph(node: Any) -> list[Any]:
+    """Every node of a graph, the last computed first; nothing: there are too many."""
+    found, waiting = {node: None}, [node]
+    while waiting:
+        new = [one for one in _before(waiting.pop()) if one not in found]
+        found |= dict.fromkeys(new)
+        waiting += new
+        if len(found) > MOST_NODES:
+            return []
+    return [*found]
+
+
+def split(node: Any) -> Iterator[Any]:
+    """Yield the terms that a loss of one number is the sum of, whatever they are multiplied by."""
+    waiting, seen = [node], 0
+    while waiting:
+        node, seen = waiting.pop(), seen + 1
+        name, before = name_of(node), _before(node)
+        through = name in ("Add", "Sub", "Rsub", "Neg", *SHAPES) or (name in ("Mul", "Div") and len(before) == 1)
+        if through and before and seen < MOST_TOPS and all(_numbers(one) == 1 for one in before):
+            waiting += before
+        else:
+            yield node
+
+
+def _numbers(node: Any) -> int:
+    """How many a node has computed; 0: nobody knows."""
+    return torch.Size(_shape(node)).numel() if getattr(node, "_input_metadata", None) else 0
+
+
+def _past(node: Any) -> Any:
+    """The node that has made these values, past those that change none."""
+    for _ in range(6):
+        if node is None or name_of(node) not in {*SHAPES, "Expand"} or not _before(node):
+            break
+        node = _before(node)[0]
+    return node
+
+
+# --- a target that trains ---
+
+
+def _compared(term: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what is subtracted from each other, both with a gradient, near the top of a term."""
+    waiting, seen = [term], {term}
+    while waiting and len(seen) < MOST_TOPS:
+        node = waiting.pop()
+        name, before = name_of(node), list(dict.fromkeys(_before(node)))
+        if name in COMPARED and len(before) == 2:
+            yield before[0], before[1]
+        elif name in SPREAD or name in COMPARED:
+            into = before if name not in ("Mul", "Div") or len(before) == 1 else []
+            waiting += [one for one in into if one not in seen]
+            seen |= {*into}
+
+
+def _bootstraps(pair: tuple[Any, Any]) -> bool:
+    """Return whether one of the two is a reward and a part of outputs of what the other comes from."""
+    sums = [_added(one) for one in pair]
+    if sums.count(None) != 1:
+        return False
+    (output,) = (one for one in sums if one is not None)
+    shape = _shape(_past(pair[0]))
+    each = len(shape) > 0 and shape[0] > 1 and torch.Size(shape).numel() == shape[0]
+    if not each and name_of(output) not in CHOSEN:
+        return False
+    target, prediction = (_leaves(one) for one in (output, next(a for a, b in zip(pair, sums, strict=True) if not b)))
+    return bool(target & prediction)
+
+
+def _added(node: Any) -> Any:
+    """The node of outputs of which a part is added to what needs no gradient; None: this is something else."""
+    node = _past(node)
+    if name_of(node) != "Add" or len(_before(node)) != 1:
+        return None
+    node = _past(_before(node)[0])
+    parts = 0
+    while name_of(node) == "Mul" and len(_before(node)) == 1:
+        node, parts = _past(_before(node)[0]), parts + 1
+    return node if parts else None
+
+
+def _leaves(node: Any) -> set[int]:
+    """The parameters that a graph leads to; nothing where it leads to other tensors too, such as coordinates."""
+    leaves = [one.variable for one in graph(node) if hasattr(one, "variable")]
+    return {id(one) for one in leaves} if all(isinstance(one, nn.Parameter) for one in leaves) else set()
+
+
+# --- a term that cancels ---
+
+
+def _cancels(term: Any) -> Any:
+    """The node of a term in which what arrives cancels, so that nothing trains; None: there is none."""
+    every = graph(term)
+    asked = [one for one in every if name_of(one) in ("Sub", "Div") and _same(one)][:MOST_ASKED]
+    leaves = [one for one in every if hasattr(one, "variable")]
+    if not asked or sum(one.variable.numel() for one in leaves) > MOST_ELEMENTS:
+        return None
+    try:
+        return next((one for one in asked if _is_undone(term, one, leaves)), None)
+    except (AttributeError, RuntimeError, TypeError):  # as where the program's own backward will raise
+        return None
+
+
+def _is_undone(term: Any, node: Any, leaves: list[Any]) -> bool:
+    """Return whether one side of a difference trains, and the whole term nothing."""
+    known = term._input_metadata[0]
+    one = torch.ones(tuple(known.shape), dtype=known.dtype, device=known.device)
+    sides = [GradientEdge(*edge) for edge in node.next_functions]
+    into = [GradientEdge(leaf, 0) for leaf in leaves]
+    found = _gradients(GradientEdge(term, 0), [*sides, *into], one)
+    whole, arrived = _largest(found[2:]), found[0]
+    if arrived is None or not bool(arrived.any()):
+        return False
+    return whole <= NOTHING * _largest(_gradients(sides[0], into, arrived))
+
+
+def _gradients(of: Any, to: list[Any], arrives: Tensor) -> tuple[Tensor | None, ...]:
+    return tuple(grad([of], to, [arrives], retain_graph=True, allow_unused=True))
+
+
+def _largest(gradients: Iterable[Tensor | None]) -> float:
+    """0 where there is none; NaN counts as infinite."""
+    sizes = [float(one.abs().max()) for one in gradients if one is not None and one.numel()]
+    return max((one if one == one else float("inf") for one in sizes), default=0.0)
+
+
+def _same(node: Any) -> bool:
+    """Return whether both sides of a difference are computed by the same operations from the same parameters."""
+    pairs = [tuple(node.next_functions)]
+    known = set()
+    while pairs:
+        pair = pairs.pop()
+        if len(pair) != 2:
+            return False
+        (one, at), (other, there) = pair
+        if at != there or (one is None) != (other is None) or type(one) is not type(other):
+            return False
+        if one is None or one is other or (one, other) in known:
+            continue
+        known.add((one, other))
+        leaf = getattr(one, "variable", None)
+        if len(known) > MOST_NODES or (leaf is not None and leaf is not other.variable):
+            return False
+        if len(one.next_functions) != len(other.next_functions):
+            return False
+        pairs += [*zip(one.next_functions, other.next_functions, strict=True)]
+    return any(one is not None for one, _ in node.next_functions)

@@ -23,12 +23,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
 from prepkit.auditing.checkpoints import Checkpoints, kept_alive
-from prepkit.auditing.forwards import Forwards
+from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.libraries import Asked
 from prepkit.auditing.loads import Loads
@@ -189,7 +188,7 @@ class Window:
             clipped_spent=self.clipped_spent,
             clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.losses.squashed),
-            misgiven=tuple(self.losses.misgiven),
+            misgiven=self.losses.told(),
             loaded=self.loads.lost(),
             loaded_itself=tuple(self.loads.itself),
             kept_alive=tuple(dict.fromkeys(kept_alive())),
@@ -205,7 +204,7 @@ class Window:
             undivided=self.undivided,
             forgetful=tuple(self.recomputed.forgetful),
             renormalised=tuple(self.recomputed.renormalised),
-            forwards=tuple(self.forwards.facts(_sizes(alive), first.keys(), self.losses.compared)),
+            forwards=tuple(self.forwards.facts(sizes_of(alive), first.keys(), self.losses.compared)),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0) or self._at_the_top(scheduler),
             backwards=self.backwards,
@@ -453,14 +452,6 @@ def _by_a_library() -> bool:
             break
         frame = frame.f_back
     return False
-
-
-def _sizes(alive: list[Any]) -> set[int]:
-    """Of the batches that living loaders give, or those that are iterated."""
-    samplers = (
-        getattr(one, "_index_sampler", None) for one in alive if isinstance(one, DataLoader | _BaseDataLoaderIter)
-    )
-    return {size for one in samplers if isinstance(size := getattr(one, "batch_size", None), int)}
 
 
 def _scalers() -> list[type]:

@@ -6,5 +6,47 @@ from attrs import frozen
 
 
 @frozen(kw_only=True)
+class Cancelled:
+    """A term that trains nothing, as what is in it cancels."""
+
+    line: str
+    """Where it goes backward."""
+    of: str
+    """What cancels: ``difference`` or ``quotient``."""
+    shape: tuple[int, ...]
+    """Of it."""
+    terms: int
+    """How many the loss has."""
+
+
+@frozen(kw_only=True)
+class ConstantTerm:
+    """A term without a graph that is made of what trains."""
+
+    line: str
+    """Where it is made."""
+    name: str
+    made: str
+    """What of its own text has taken the graph away."""
+
+
+@frozen(kw_only=True)
+class OddDivergence:
+    """A divergence in a loss that has a sign that no divergence has."""
+
+    line: str
+    """Where it goes backward."""
+    name: str
+    value: float
+    subtracted: bool = False
+
+
+@frozen(kw_only=True)
 class TermFacts:
     """What the terms of a loss are, and what they train."""
+
+    targets: tuple[str, ...] = ()
+    """Lines where a loss goes backward that trains the target too that it has made of a reward and its own outputs."""
+    cancelled: tuple[Cancelled, ...] = ()
+    constants: tuple[ConstantTerm, ...] = ()
+    divergences: tuple[OddDivergence, ...] = ()

@@ -121,8 +121,8 @@ class Misgiven:
     """Its name in ``torch.nn.functional``; ``loss``: one by hand."""
     what: str
     fix: str
-    kind: Literal["", "bounded"] = ""
-    """``bounded``: it is defined, and outputs can be no smaller, or no larger."""
+    kind: Literal["", "bounded", "alike"] = ""
+    """``bounded``: it is defined, and outputs can be no smaller, or no larger; ``alike``: its targets are one class."""
 
 
 @frozen(kw_only=True)

@@ -31,6 +31,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
+from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -268,6 +269,36 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         window=WindowFacts(
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
+        ),
+    ),
+    "run.target-trains": evolve(FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)))),
+    "run.term-cancels": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(cancelled=(Cancelled(line="train.py:31", of="difference", shape=(64,), terms=2),))
+        ),
+    ),
+    "run.term-constant": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(constants=(ConstantTerm(line="train.py:29", name="penalty", made=".data"),))
+        ),
+    ),
+    "run.divergence-negative": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(
+                divergences=(
+                    OddDivergence(line="train.py:30", name="kl", value=-0.31),
+                    OddDivergence(line="train.py:31", name="kld", value=0.31, subtracted=True),
+                )
+            )
+        ),
+    ),
+    "run.targets-alike": evolve(
+        FINE,
+        window=WindowFacts(
+            misgiven=(Misgiven(loss="cross_entropy", what="20 targets that are all 3", fix="Shuffle.", kind="alike"),)
         ),
     ),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as rates
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.audit.alike_loops import RIGHT_ALIKE, WRONG_ALIKE
 from tests.audit.by_libraries import engine_of
 from tests.audit.case import WIDTH, adam, divided, net, rows
 from tests.audit.loops import (
@@ -39,6 +40,8 @@ from tests.audit.loops import (
 )
 from tests.audit.misgiven import MISGIVEN, RIGHT_LOSSES
 from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
+from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
+from tests.audit.terms_loops import RIGHT_TERMS, WRONG_TERMS
 from tests.audit.turned import RIGHT_TURNS, TURNED
 
 
@@ -528,6 +531,9 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_SEQUENCES,
     *MISGIVEN,
     *TURNED,
+    *WRONG_TERMS,
+    *WRONG_SUMS,
+    *WRONG_ALIKE,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -589,3 +595,4 @@ WRONG: tuple[Loop, ...] = (
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
 LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE, *WRONG)

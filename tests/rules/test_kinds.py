@@ -47,7 +47,10 @@ WARNINGS = _ids(
         "drift-options drift-still drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
         "trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
         "drops-evaluating shifted loss-bounded parts-overlap reseeded "
-        "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared",
+        "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
+        "best-aliased loaded-overwritten resumed-part "
+        "target-trains term-cancels term-constant divergence-negative "
+        "targets-alike",
     }
 )
 """What is said, and refuses nothing."""

@@ -70,7 +70,7 @@ def _misgiven(facts: RunFacts) -> Iterator[Hit]:
 
 def _bounded(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.misgiven if facts.window is not None else ():
-        if one.kind:
+        if one.kind == "bounded":
             yield Hit(one.loss, f"It is given {one.what}.", one.fix)
 
 

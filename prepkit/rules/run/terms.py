@@ -2,7 +2,95 @@
 
 from __future__ import annotations
 
-from prepkit.rules.rule import Rule
+from collections.abc import Iterator
 
-RULES: tuple[Rule, ...] = ()
+from prepkit.facts.run import RunFacts
+from prepkit.facts.terms import TermFacts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Moment, Rule
+
+
+def _terms(facts: RunFacts) -> TermFacts:
+    return facts.window.terms if facts.window is not None else TermFacts()
+
+
+def _targets(facts: RunFacts) -> Iterator[Hit]:
+    for line in _terms(facts).targets:
+        what = "The target, a reward and a part of the model's own outputs, requires a gradient: the loss moves it"
+        yield Hit(line, f"{what} towards what is predicted.")
+
+
+def _cancelled(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).cancelled:
+        which = f"One of {one.terms} terms of the loss" if one.terms > 1 else "The loss"
+        what = f"{which} trains nothing: both sides of a {one.of} in it, of shape {[*one.shape]}, are computed alike"
+        yield Hit(one.line, f"{what}, and their gradients cancel.")
+
+
+def _constants(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).constants:
+        what = f"{one.name} is added to the loss and trains nothing, though it is made of what trains: {one.made} has"
+        yield Hit(one.line, f"{what} taken its graph away.")
+
+
+def _divergences(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).divergences:
+        how = "subtracted from" if one.subtracted else "added to"
+        what = f"{one.name} is {one.value:.3g} and {how} the loss, which can make it as small as it likes by moving"
+        yield Hit(one.line, f"{what} both distributions apart: the sign is turned.")
+
+
+def _alike(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.window.misgiven if facts.window is not None else ():
+        if one.kind == "alike":
+            yield Hit(one.loss, f"It is given {one.what}.", one.fix)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.target-trains",
+        summary="What a model is to predict does not train where it is made of its own outputs.",
+        check=_targets,
+        at=(Moment.AUDIT,),
+        fix="Compute the target under torch.no_grad(), or give the loss target.detach().",
+        severity=Severity.WARNING,
+        source=("torch Tensor.detach",),
+    ),
+    Rule(
+        id="run.term-cancels",
+        summary="Each term of a loss trains something.",
+        check=_cancelled,
+        at=(Moment.AUDIT,),
+        fix="Compute the one that is compared with before the update, and detach it: old = logp.detach().",
+        severity=Severity.WARNING,
+        source=("torch Tensor.detach",),
+    ),
+    Rule(
+        id="run.term-constant",
+        summary="A term of a loss that is made of what trains has a graph.",
+        check=_constants,
+        at=(Moment.AUDIT,),
+        fix="Leave .data, .item(), .detach() and no_grad() out of what is added to the loss.",
+        severity=Severity.WARNING,
+        source=("torch Tensor.detach", "torch.no_grad"),
+    ),
+    Rule(
+        id="run.divergence-negative",
+        summary="A divergence that goes into a loss is not below 0.",
+        check=_divergences,
+        at=(Moment.AUDIT,),
+        fix="Write kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(1).mean(), and add it.",
+        severity=Severity.WARNING,
+        source=("Kingma and Welling 2014, appendix B",),
+    ),
+    Rule(
+        id="run.targets-alike",
+        summary="The targets of a batch are of several classes.",
+        check=_alike,
+        at=(Moment.AUDIT,),
+        fix="Shuffle samples, shuffle=True; clone targets before inputs are changed in place.",
+        severity=Severity.WARNING,
+        source=("torch DataLoader: shuffle",),
+    ),
+)
 """Reporting order."""

@@ -1,0 +1,119 @@
+"""Programs whose batches are of one class, by a mistake or as they are meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.audit.case import adam
+from tests.audit.loops import Loop, taken
+
+WIDE, CLASSES, BATCH = 8, 5, 20
+MANY = 60
+IN_ORDER = torch.arange(CLASSES).repeat_interleave(MANY)
+
+
+def reads(targets: Tensor, *, shuffle: bool = False, classes: int = CLASSES, batch: int = BATCH) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDE, classes)
+    data = TensorDataset(torch.randn(len(targets), WIDE), targets)
+    for x, y in DataLoader(data, batch_size=batch, shuffle=shuffle):
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+
+class Folder(Dataset[Any]):
+    """Samples with the number of the folder that they lie in."""
+
+    def __init__(self) -> None:
+        self.samples = [(torch.randn(WIDE), int(one)) for one in IN_ORDER]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def class_by_class(rank: int, world: int) -> None:
+    reads(IN_ORDER)
+
+
+def folder_by_folder(rank: int, world: int) -> None:
+    model = nn.Linear(WIDE, CLASSES)
+    for x, y in DataLoader(Folder(), batch_size=BATCH):
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+
+def masks(labels: Tensor, tokens: Tensor) -> None:
+    """One step of a model that is to say which tokens were masked."""
+    where = torch.arange(tokens.numel()).reshape(tokens.shape) % 3 == 0
+    tokens[where] = CLASSES
+    model = nn.Sequential(nn.Embedding(CLASSES + 1, WIDE), nn.Linear(WIDE, CLASSES + 1))
+    taken(model, adam(model), fn.cross_entropy(model(tokens)[where], labels[where]))
+
+
+def labels_masked_too(rank: int, world: int) -> None:
+    tokens = torch.randint(CLASSES, (16, 12))
+    masks(tokens, tokens)
+
+
+def labels_kept(rank: int, world: int) -> None:
+    tokens = torch.randint(CLASSES, (16, 12))
+    masks(tokens.clone(), tokens)
+
+
+def shuffled_classes(rank: int, world: int) -> None:
+    reads(IN_ORDER, shuffle=True)
+
+
+def two_classes(rank: int, world: int) -> None:
+    reads(torch.arange(2).repeat_interleave(MANY), classes=2)
+
+
+def stream_with_rare_classes(rank: int, world: int) -> None:
+    """Nearly all is of one class, and is read in the order in which it came."""
+    targets = torch.full((3 * MANY,), 2)
+    targets[BATCH::17] = 3
+    targets[BATCH + 5 :: 29] = 1
+    reads(targets)
+
+
+def first_of_candidates(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDE, WIDE)
+    x = torch.randn(64, WIDE)
+    one, other = fn.normalize(model(x), dim=1), fn.normalize(model(x + 0.1), dim=1)
+    logits = torch.cat([(one * other).sum(1, keepdim=True), one @ torch.randn(WIDE, 40)], 1)
+    taken(model, adam(model), fn.cross_entropy(logits / 0.2, torch.zeros(64).long()))
+
+
+def maps_of_one_class(rank: int, world: int) -> None:
+    model = nn.Conv2d(1, CLASSES, 1)
+    taken(model, adam(model), fn.cross_entropy(model(torch.randn(4, 1, 6, 6)), torch.full((4, 6, 6), 3)))
+
+
+def one_token(rank: int, world: int) -> None:
+    reads(torch.full((4,), 3), batch=4)
+
+
+def made_ones_beside_classes(rank: int, world: int) -> None:
+    """A judge with a class for what was made."""
+    model, x = nn.Linear(WIDE, CLASSES + 1), torch.randn(64, WIDE)
+    seen = fn.cross_entropy(model(x), torch.arange(64) % CLASSES)
+    taken(model, adam(model), seen + fn.cross_entropy(model(x * 2), torch.full((64,), CLASSES)))
+
+
+WRONG_ALIKE: tuple[Loop, ...] = tuple(
+    Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)
+)
+RIGHT_ALIKE: tuple[Loop, ...] = tuple(
+    Loop(run)
+    for run in (
+        *(labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, first_of_candidates),
+        *(maps_of_one_class, one_token, made_ones_beside_classes),
+    )
+)

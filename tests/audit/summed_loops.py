@@ -1,0 +1,276 @@
+"""Programs that add to a loss, in their own text, what has no graph or a wrong sign; and their neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from tests.audit.case import adam
+from tests.audit.loops import Loop
+
+BATCH, WIDE = 16, 8
+
+
+class Coder(nn.Module):
+    """What it says of a batch, and the mean and the logarithm of the variance of a code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(WIDE, 16), nn.Tanh())
+        self.mean, self.log, self.back = nn.Linear(16, 3), nn.Linear(16, 3), nn.Linear(3, WIDE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inside = self.body(x)
+        mean, log = self.mean(inside), self.log(inside)
+        return self.back(mean + torch.randn_like(mean) * (0.5 * log).exp()), mean, log
+
+
+def begun() -> tuple[Coder, torch.optim.Optimizer, Tensor]:
+    model = Coder()
+    return model, adam(model), torch.randn(BATCH, WIDE)
+
+
+# --- terms without a graph ---
+
+
+def penalty_of_data(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    error = fn.mse_loss(model(x)[0], x)
+    penalty = sum(one.data.abs().sum() for one in model.parameters())
+    loss = error + 1e-3 * penalty
+    loss.backward()
+    optimizer.step()
+
+
+def penalty_in_a_loop(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    loss = fn.mse_loss(model(x)[0], x)
+    penalty = 0.0
+    for param in model.parameters():
+        penalty += param.detach().pow(2).sum()
+    loss += 1e-3 * penalty
+    loss.backward()
+    optimizer.step()
+
+
+def penalty_without_gradients(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    error = fn.mse_loss(model(x)[0], x)
+    with torch.no_grad():
+        penalty = sum(one.pow(2).sum() for one in model.parameters())
+    loss = error + 1e-3 * penalty
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def number_of_a_term(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    error = fn.mse_loss(output, x)
+    spread = (mean.pow(2) + log.exp() - log).mean().item()
+    (error + 0.1 * spread).backward()
+    optimizer.step()
+
+
+def detached_in_the_sum(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, _ = model(x)
+    error, size = fn.mse_loss(output, x), mean.pow(2).mean()
+    loss = error + 0.1 * size.detach()
+    loss.backward()
+    optimizer.step()
+
+
+def penalty_that_trains(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    error = fn.mse_loss(model(x)[0], x)
+    penalty = sum(one.abs().sum() for one in model.parameters())
+    loss = error + 1e-3 * penalty
+    loss.backward()
+    optimizer.step()
+
+
+def running_scale(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    running = 1.0
+    for _ in range(3):
+        loss = fn.mse_loss(model(x)[0], x)
+        running = 0.9 * running + 0.1 * loss.item()
+        (loss / running).backward()
+        optimizer.step()
+
+
+def running_offset(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    running = 1.0
+    for _ in range(3):
+        loss = fn.mse_loss(model(x)[0], x)
+        running = 0.9 * running + 0.1 * loss.item()
+        (loss - running).backward()
+        optimizer.step()
+
+
+def baseline_subtracted(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, _ = model(x)
+    gain = x[:, 0] - mean[:, 0].detach()
+    loss = -(output[:, 0] * gain).mean() + (x[:, 0] - mean[:, 0]).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+
+
+def weight_without_a_gradient(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, _ = model(x)
+    error, size = fn.mse_loss(output, x), mean.pow(2).mean()
+    with torch.no_grad():
+        weight = error / size
+    loss = error + weight * size
+    loss.backward()
+    optimizer.step()
+
+
+def entropy_of_a_teacher(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    teacher = nn.Linear(WIDE, WIDE)
+    with torch.no_grad():
+        shares = teacher(x).softmax(1)
+        entropy = -(shares * shares.log()).sum(1).mean()
+    crossed = -(shares * model(x)[0].log_softmax(1)).sum(1).mean()
+    loss = crossed - entropy
+    loss.backward()
+    optimizer.step()
+
+
+def straight_through(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    error = fn.mse_loss(model(x)[0], x)
+    loss = torch.zeros(()) + error - error.detach()
+    loss.backward()
+    optimizer.step()
+
+
+def numbers_for_a_log(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, _ = model(x)
+    error, size = fn.mse_loss(output, x), mean.pow(2).mean()
+    total = error.item() + size.item()
+    loss = error + size
+    loss.backward()
+    optimizer.step()
+    assert total > 0
+
+
+def multiplier_of_a_constraint(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    multiplier = 0.0
+    for _ in range(3):
+        output, mean, _ = model(x)
+        broken = mean.pow(2).mean() - 0.1
+        multiplier = max(0.0, multiplier + 0.5 * broken.item())
+        loss = fn.mse_loss(output, x) + multiplier * broken
+        loss.backward()
+        optimizer.step()
+
+
+# --- divergences ---
+
+
+def divergence_turned(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    kl = 0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
+    loss = fn.mse_loss(output, x, reduction="sum") / BATCH + kl
+    loss.backward()
+    optimizer.step()
+
+
+def divergence_of_each_turned(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    kl_loss = 0.5 * torch.sum(1 + log - mean**2 - torch.exp(log), dim=1)
+    (fn.mse_loss(output, x) + 0.1 * kl_loss.mean()).backward()
+    optimizer.step()
+
+
+def divergence_subtracted(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    kld, beta = -0.5 * (1 + log - mean * mean - log.exp()).sum(1).mean(), 0.5
+    loss = fn.mse_loss(output, x) - beta * kld
+    loss.backward()
+    optimizer.step()
+
+
+def bound_made_a_loss(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    rec, kl = -fn.mse_loss(output, x), -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
+    elbo = rec - kl
+    (-elbo).backward()
+    optimizer.step()
+
+
+def bound_with_its_own_sign(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    kl = 0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
+    elbo = -fn.mse_loss(output, x) + kl
+    loss = -elbo
+    loss.backward()
+    optimizer.step()
+
+
+def estimated_from_samples(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    output, mean, log = model(x)
+    code = mean + torch.randn_like(mean) * (0.5 * log).exp()
+    said = torch.distributions.Normal(mean, (0.5 * log).exp()).log_prob(code)
+    kl = (said - torch.distributions.Normal(0.0, 1.0).log_prob(code)).sum(1).mean() - 3
+    loss = fn.mse_loss(output, x) + kl
+    loss.backward()
+    optimizer.step()
+
+
+def annealed(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    for step in range(3):
+        output, mean, log = model(x)
+        kl, beta = -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean(), step % 2 / 2
+        loss = fn.mse_loss(output, x) + beta * torch.clamp(kl, min=0.1)
+        loss.backward()
+        optimizer.step()
+
+
+def penalty_of_a_policy(rank: int, world: int) -> None:
+    model, optimizer, x = begun()
+    logs, before = model(x)[0].log_softmax(1)[:, 0], torch.zeros(BATCH)
+    kl = (logs - before).mean()
+    loss = -(logs * x[:, 0]).mean() + 0.1 * kl
+    loss.backward()
+    optimizer.step()
+
+
+WRONG_SUMS: tuple[Loop, ...] = (
+    *(
+        Loop(run, rule="run.term-constant")
+        for run in (
+            *(penalty_of_data, penalty_in_a_loop, penalty_without_gradients, number_of_a_term, detached_in_the_sum),
+        )
+    ),
+    *(
+        Loop(run, rule="run.divergence-negative")
+        for run in (divergence_turned, divergence_of_each_turned, divergence_subtracted)
+    ),
+)
+RIGHT_SUMS: tuple[Loop, ...] = tuple(
+    Loop(run)
+    for run in (
+        *(penalty_that_trains, running_scale, running_offset, baseline_subtracted, weight_without_a_gradient),
+        *(entropy_of_a_teacher, straight_through, numbers_for_a_log, multiplier_of_a_constraint),
+        *(bound_made_a_loss, bound_with_its_own_sign, estimated_from_samples, annealed, penalty_of_a_policy),
+    )
+)
