@@ -287,6 +287,38 @@ for at in range(12):
 model.load_state_dict(best)
 """
 )
+RESUMED = (
+    BEGINS
+    + """
+from torch.optim.lr_scheduler import StepLR
+schedule = StepLR(optimizer, 30)
+optimizer.state[next(model.parameters())]["momentum_buffer"] = torch.ones(16, 8)
+states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "schedule": {"last_epoch": 7}}
+torch.save({**states, "epoch": 7}, "7.pt")
+optimizer.state.clear()
+held = torch.load("7.pt")
+model.load_state_dict(held["model"])
+for at in range(held["epoch"], 12):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    schedule.step()
+"""
+)
+KEPT = (
+    BEGINS
+    + """
+best, least = None, 1e9
+for at in range(12):
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    if loss.item() < least:
+        least, best = loss.item(), model.state_dict()
+model.load_state_dict(best)
+"""
+)
 ANEW = (
     BEGINS
     + """
@@ -307,10 +339,26 @@ for at in range(12):
         (PERTURBS, 3, ""),
         (BEST, 20, "run.loaded-itself at Sequential"),
         (BEST.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 20, ""),
+        (RESUMED, 1, "run.resumed-part at optimizer: The checkpoint that the run goes on from has `optimizer`"),
+        (RESUMED.replace('range(held["epoch"], 12)', "range(12)"), 1, ""),
+        (KEPT, 1, "run.best-aliased at model: train.py:16 keeps `model.state_dict()`"),
+        (KEPT.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 1, ""),
         (ANEW, 8, "run.optimizer-anew at optimizer: In step 1: A new Adam is made for each step (train.py:9)"),
         (ANEW.replace("torch.optim.Adam(model.parameters(), 1e-3)", "torch.optim.SGD(model.parameters(), 0.1)"), 8, ""),
     ],
-    ids=["bound to a name", "mixed", "sharpness-aware", "kept alive", "copied", "made anew", "without a memory"],
+    ids=[
+        "bound to a name",
+        "mixed",
+        "sharpness-aware",
+        "kept alive",
+        "copied",
+        "resumed in part",
+        "begun from it",
+        "best kept alive",
+        "best copied",
+        "made anew",
+        "without a memory",
+    ],
 )
 def test_what_the_text_or_the_end_of_a_program_shows(run: Auditor, text: str, steps: int, said: str) -> None:
     code, out, err = run(text, "--steps", str(steps), "train.py")

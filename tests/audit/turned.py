@@ -153,6 +153,29 @@ def loads(kept: Callable[[nn.Module], Any]) -> Callable[[], None]:
     return run
 
 
+def initialised(when: str) -> Callable[[], None]:
+    """Weights that were loaded, and initialised before or behind that, or in a new layer alone."""
+
+    def run() -> None:
+        model = layers()
+        held = {key: torch.randn_like(one) for key, one in model.state_dict().items()}
+        if when == "behind":
+            model.load_state_dict(held)
+            model.apply(lambda one: one.reset_parameters() if isinstance(one, nn.Linear) else None)
+        elif when == "before":
+            model.apply(lambda one: one.reset_parameters() if isinstance(one, nn.Linear) else None)
+            model.load_state_dict(held)
+        else:
+            model.load_state_dict(held)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5).add_(0.1 * torch.randn_like(param))
+        x, y = batch()
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+    return run
+
+
 RIGHT_TURNS: tuple[Loop, ...] = tuple(
     Loop(named(name, run))
     for name, run in {
@@ -174,6 +197,8 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "rates_of_a_rate_of_one": scheduled(lambda at: 3e-3 / (at + 1), 1.0),
         "loaded_before_it_trains": loads(lambda model: model.state_dict()),
         "copy_loaded": loads(lambda model: copy.deepcopy(model.state_dict())),
+        "initialised_and_loaded": initialised("before"),
+        "shrunk_and_perturbed": initialised("a little"),
         "edited_and_loaded": loads(lambda model: {key: 0.5 * one for key, one in model.state_dict().items()}),
     }.items()
 )
@@ -186,6 +211,7 @@ TURNED: tuple[Loop, ...] = tuple(
         ("noise_that_nobody_added", diffuses("fresh"), "run.loss-misgiven"),
         ("one_view_twice", views(lambda x: x.clone()), "run.calls-alike"),
         ("softmax_of_columns", segments(-1), "run.loss-bounded"),
+        ("loaded_and_initialised", initialised("behind"), "run.loaded-overwritten"),
         ("rate_of_a_rate", scheduled(lambda at: 3e-3 * min(1.0, (at + 1) / 20), 3e-3), "run.rate-squared"),
     )
 )
