@@ -160,8 +160,8 @@ class Losses:
             self._misgiven("loss", f"what compares each of {shape[0]} outputs with all {shape[1]} targets", _SHAPE)
 
     def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
-        transformed = torch._C._functorch.maybe_current_level() is not None  # whose tensors have no values here
-        if not (transformed or torch.compiler.is_compiling()) and torch.is_grad_enabled():
+        inside = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
+        if not inside and torch.is_grad_enabled():  # inside a transform of torch.func, tensors have no values
             known = _arguments(plain, given, named)
             if known and all(type(one) in (Tensor, nn.Parameter) for one in known.values() if isinstance(one, Tensor)):
                 self._looks(name, known)

@@ -114,6 +114,18 @@ def as_many_classes_as_samples(model: nn.Module, x: Tensor) -> Tensor:
     return fn.cross_entropy(model(x).repeat(1, 6)[:, :BATCH], (torch.arange(BATCH) + 1) % BATCH)
 
 
+def slopes_of_each(model: nn.Module, x: Tensor) -> Tensor:
+    """Gradients of each sample, as private training clips them."""
+
+    def one(params: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return fn.cross_entropy(torch.func.functional_call(model, params, (sample[None],)), torch.zeros(1).long())
+
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    slopes = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, x)
+    assert len(slopes) == len(params)
+    return fn.cross_entropy(model(x), torch.arange(BATCH) % 6)
+
+
 # --- targets made of a model's own outputs ---
 
 
@@ -267,7 +279,7 @@ RIGHT_TERMS: tuple[Loop, ...] = tuple(
         *(divided_before_the_softmax, masked_rows, rows_that_are_weighed, of_each_bit, of_pairs, of_a_mixture, of_maps),
         *(compared_with_others, masked_by_a_large_number, compared_with_the_other_view, as_many_classes_as_samples),
         *(resting_target, two_views_alike, two_views_in_other_units, residual_of_data, two_steps_as_one),
-        *(code_of_a_code, equation, inner_step),
+        *(code_of_a_code, equation, inner_step, slopes_of_each),
         *(ratio_to_what_was, preferred, satisfied, weighed_by_nothing, from_a_prior, both_ways, hooked),
     )
 )

@@ -341,7 +341,7 @@ for at in range(12):
         (BEST.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 20, ""),
         (RESUMED, 1, "run.resumed-part at optimizer: The checkpoint that the run goes on from has `optimizer`"),
         (RESUMED.replace('range(held["epoch"], 12)', "range(12)"), 1, ""),
-        (KEPT, 1, "run.best-aliased at model: train.py:16 keeps `model.state_dict()`"),
+        (KEPT, 1, "run.best-aliased at model: train.py:15 keeps `model.state_dict()`"),
         (KEPT.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 1, ""),
         (ANEW, 8, "run.optimizer-anew at optimizer: In step 1: A new Adam is made for each step (train.py:9)"),
         (ANEW.replace("torch.optim.Adam(model.parameters(), 1e-3)", "torch.optim.SGD(model.parameters(), 0.1)"), 8, ""),
