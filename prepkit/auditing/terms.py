@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor, nn
 from torch.autograd import grad
@@ -18,6 +17,7 @@ from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.term_texts import constants, divergences, text_of
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
 from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.ranks.world import world
 
 MOST_LINES = 8
 """Lines that go backward whose first loss is looked into."""
@@ -96,7 +96,7 @@ class Terms:
             trained = {id(one.variable) for one in every if hasattr(one, "variable")}
             self.constants |= dict.fromkeys(constants(text, summands, trained))
             self.divergences |= dict.fromkeys(divergences(text, summands))
-        spread = dist.is_initialized() and dist.get_world_size() > 1
+        spread = world().size > 1
         if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
             for term in terms:
                 if (found := _cancels(term)) is not None:
