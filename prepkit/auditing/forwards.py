@@ -42,6 +42,8 @@ CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 
 LARGE = 1 << 22
 """Elements up to which what two calls were given is compared."""
+FEW = 8
+"""Samples from which on it is no chance that all targets stand in an input."""
 NODES = 4096
 """Of a graph that are looked at."""
 
@@ -183,6 +185,7 @@ def _asked(
         if again is not None and all(map(_equal, first, again)):  # else it draws, or remembers
             told = evolve(told, mixed=_mixed(asking, first, sizes), **_ahead(asking, first, losses, returned))
             told = evolve(told, **_padded(asking, losses))
+        told = evolve(told, holds=next((one for loss in losses if (one := _held(asking, loss))), ""))
     yield told
 
 
@@ -355,6 +358,25 @@ def _reads_itself(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int)
 
 def _has_places(one: Tensor, tokens: Tensor) -> bool:
     return one.dim() > 1 and one.shape[:2] == tokens.shape[:2]
+
+
+def _held(asking: Asking, loss: LossCompared) -> str:
+    """The name of an input that holds the number which each sample is to give, and where; empty: none does."""
+    goal = loss.targets.reshape(-1)
+    one_each = loss.targets.dim() == 1 or loss.targets.shape[1:].numel() == 1
+    if not (goal.is_floating_point() and one_each and len(goal) >= FEW and bool((goal != goal[0]).any())):
+        return ""
+    for name, given in asking.call.given.items():
+        if not given.is_floating_point() or given.dim() not in (2, 3) or len(given) != len(goal):
+            continue
+        if given.numel() > LARGE or given.device != goal.device:
+            continue
+        rows = given if given.dim() == 3 else given[:, -1:, None]  # of a table the last column alone, as of a window
+        same = (rows == goal[:, None, None]).all(0).nonzero()
+        if len(same):
+            place = int(same[0][0]) if given.dim() == 3 else given.shape[1] - 1
+            return f"{name}[:, {place}]"
+    return ""
 
 
 # --- pads ---

@@ -310,6 +310,7 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), division="sampler", replicas=2, weights=5),),
     ),
+    "run.target-given": asked(holds="x[:, 23]"),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.backward-wasted": evolve(FINE, window=WindowFacts(wasted=(("train.py:31", 3),))),
     "run.optimizer-anew": evolve(FINE, window=WindowFacts(anew=("Adam", "train.py:31"))),

@@ -109,6 +109,22 @@ def views(second: Callable[[Tensor], Tensor], *, drops: bool = False, compared: 
     return run
 
 
+def forecasts(ahead: int, *, whole: bool = False) -> Callable[[], None]:
+    """Windows of a series and the value so far behind their last one; or all values one place on."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        series = torch.randn(40)
+        starts = torch.arange(16)
+        windows = torch.stack([series[at : at + 12] for at in starts])[..., None]
+        model = nn.Sequential(nn.Flatten(), nn.Linear(12, 16), nn.GELU(), nn.Linear(16, 12 if whole else 1))
+        goal = series[starts + 11 + ahead] if not whole else torch.stack([series[at + 1 : at + 13] for at in starts])
+        says = model(windows)
+        taken(model, adam(model), fn.mse_loss(says if whole else says.squeeze(1), goal))
+
+    return run
+
+
 def segments(dim: int) -> Callable[[], None]:
     def run() -> None:
         torch.manual_seed(0)
@@ -197,6 +213,8 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "rates_of_a_rate_of_one": scheduled(lambda at: 3e-3 / (at + 1), 1.0),
         "loaded_before_it_trains": loads(lambda model: model.state_dict()),
         "copy_loaded": loads(lambda model: copy.deepcopy(model.state_dict())),
+        "value_behind_the_window": forecasts(1),
+        "all_values_one_on": forecasts(1, whole=True),
         "initialised_and_loaded": initialised("before"),
         "shrunk_and_perturbed": initialised("a little"),
         "edited_and_loaded": loads(lambda model: {key: 0.5 * one for key, one in model.state_dict().items()}),
@@ -211,6 +229,7 @@ TURNED: tuple[Loop, ...] = tuple(
         ("noise_that_nobody_added", diffuses("fresh"), "run.loss-misgiven"),
         ("one_view_twice", views(lambda x: x.clone()), "run.calls-alike"),
         ("softmax_of_columns", segments(-1), "run.loss-bounded"),
+        ("last_value_of_the_window", forecasts(0), "run.target-given"),
         ("loaded_and_initialised", initialised("behind"), "run.loaded-overwritten"),
         ("rate_of_a_rate", scheduled(lambda at: 3e-3 * min(1.0, (at + 1) / 20), 3e-3), "run.rate-squared"),
     )

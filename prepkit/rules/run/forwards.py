@@ -62,6 +62,12 @@ def _learns_pads(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.model, f"The loss counts places that are pads in {one.learned}.")
 
 
+def _holds(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.holds:
+            yield Hit(one.model, f"What each sample is to give stands in what it is given: {one.holds} is the target.")
+
+
 def _misgiven(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.misgiven if facts.window is not None else ():
         if not one.kind:
@@ -139,6 +145,15 @@ RULES: tuple[Rule, ...] = (
         fix="Augment each view by itself, and return a copy of a sample where an augmentation writes in place.",
         severity=Severity.WARNING,
         source=("torch Module.forward",),
+    ),
+    Rule(
+        id="run.target-given",
+        summary="What is to be predicted does not stand in the input.",
+        check=_holds,
+        at=(Moment.AUDIT,),
+        fix="Take the target from behind the window: series[i + length], and not series[i + length - 1].",
+        severity=Severity.WARNING,
+        source=("torch.nn.functional.mse_loss",),
     ),
     Rule(
         id="run.loss-misgiven",
