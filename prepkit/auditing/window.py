@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
+from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.forwards import Forwards
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.libraries import Asked
@@ -107,6 +108,7 @@ class Window:
     values: Computing = field(factory=Computing)
     libraries: Asked = field(factory=Asked)
     turns: Turning = field(factory=Turning)
+    beginnings: Beginnings = field(factory=Beginnings)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -135,7 +137,7 @@ class Window:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
             listening = (self.recomputed, self.losses, self.loads, self.ledger, self.samples, self.terms, self.values)
-            for one in (*listening, self.libraries, self.turns, Standing(self.arrivals)):
+            for one in (*listening, self.libraries, self.turns, self.beginnings, Standing(self.arrivals)):
                 stack.enter_context(one.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -212,6 +214,7 @@ class Window:
             values=self.values.facts(model),
             libraries=self.libraries.facts(),
             turns=self.turns.facts(),
+            beginnings=self.beginnings.facts(model),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),

@@ -8,3 +8,11 @@ from attrs import frozen
 @frozen(kw_only=True)
 class ValueFacts:
     """Values that a program has changed on the way, and how its weights began."""
+
+
+@frozen(kw_only=True)
+class BeginningFacts:
+    """How the layers of a model that trains began."""
+
+    alike: tuple[tuple[str, int], ...] = ()
+    """Weights whose units all have one row, and one gradient: the name, and how many units there are."""

@@ -10,7 +10,7 @@ from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
 from prepkit.facts.samples import SampleFacts
 from prepkit.facts.terms import TermFacts
-from prepkit.facts.values import ValueFacts
+from prepkit.facts.values import BeginningFacts, ValueFacts
 
 Groups = tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...]
 """Groups of optimizers: the names of the parameters of each, and its options but for rates, with their values."""
@@ -203,6 +203,7 @@ class WindowFacts:
     values: ValueFacts = ValueFacts()
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
+    beginnings: BeginningFacts = BeginningFacts()
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""

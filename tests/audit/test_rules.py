@@ -31,6 +31,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
+from prepkit.facts.values import BeginningFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -94,6 +95,10 @@ def switched(**now: Any) -> RunFacts:
     before = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=not trains), *RUNNING.params[1:]))
     after = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=trains, **now), *RUNNING.params[1:]))
     return evolve(FINE, running=((before, after),))
+
+
+def began(**begun: Any) -> RunFacts:
+    return evolve(FINE, window=WindowFacts(beginnings=BeginningFacts(**begun)))
 
 
 def asked(**found: Any) -> RunFacts:
@@ -270,6 +275,7 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
         ),
     ),
+    "run.units-alike": began(alike=(("0.weight", 16), ("2.weight", 16))),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
     "run.reseeded": evolve(
         FINE,

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler as rates
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tests.audit.beginnings_loops import RIGHT_BEGINNINGS, WRONG_BEGINNINGS
 from tests.audit.by_libraries import engine_of
 from tests.audit.case import WIDTH, adam, divided, net, rows
 from tests.audit.loops import (
@@ -528,6 +529,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_SEQUENCES,
     *MISGIVEN,
     *TURNED,
+    *WRONG_BEGINNINGS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -588,4 +590,4 @@ WRONG: tuple[Loop, ...] = (
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_BEGINNINGS, *WRONG)

@@ -6,6 +6,7 @@ from prepkit.rules.rule import Rule
 from prepkit.rules.run import (
     applied,
     averaging,
+    beginnings,
     drift,
     forwards,
     gradients,
@@ -30,6 +31,7 @@ AUDIT_RULES: tuple[Rule, ...] = (
     *modules.RULES,
     *forwards.RULES,
     *values.RULES,
+    *beginnings.RULES,
     *terms.RULES,
     *numbers.RULES,
     *wrappers.RULES,
