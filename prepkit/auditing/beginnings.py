@@ -1,4 +1,4 @@
-"""How the layers of a model began: units that are all alike."""
+"""How the layers of a model began: units that are all alike, norms with the momentum of another library."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 from attrs import define
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from prepkit.facts.values import BeginningFacts
 from prepkit.objects.names import unwrap_root
+
+KEPT = (0.9, 1.0)
+"""From the first to below the second a momentum is what Keras calls so; 1.0 takes the last batch alone, on purpose."""
 
 
 @define(eq=False)
@@ -29,7 +33,7 @@ class Beginnings:
         if model is None:
             return BeginningFacts()
         root = unwrap_root(model)[-1]
-        return BeginningFacts(alike=tuple(_alike(root)))
+        return BeginningFacts(alike=tuple(_alike(root)), keeps=tuple(_keeps(root)))
 
 
 def _alike(root: nn.Module) -> Iterator[tuple[str, int]]:
@@ -55,3 +59,11 @@ def _one_row(rows: Tensor, apart: float) -> bool:
         if not bool(((some - some[:1]).abs().amax() <= apart * some.abs().amax()).item()):
             return False
     return bool(rows[0].any())
+
+
+def _keeps(root: nn.Module) -> Iterator[tuple[str, float]]:
+    """Yield batch norms that average what they see, and hardly keep any of it."""
+    for path, layer in root.named_modules():
+        averages = isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
+        if averages and layer.momentum is not None and KEPT[0] <= layer.momentum < KEPT[1]:
+            yield path, float(layer.momentum)

@@ -16,3 +16,5 @@ class BeginningFacts:
 
     alike: tuple[tuple[str, int], ...] = ()
     """Weights whose units all have one row, and one gradient: the name, and how many units there are."""
+    keeps: tuple[tuple[str, float], ...] = ()
+    """Batch norms whose momentum is what others call the part that is kept: the name and the momentum."""

@@ -120,6 +120,18 @@ def gated() -> None:
     taken(model, adam(model), fn.cross_entropy(model(torch.randn(12, 8)), torch.randint(4, (12,))))
 
 
+# --- what a norm keeps ---
+
+
+def normed(momentum: float | None, *, tracks: bool = True) -> Callable[[], None]:
+    def run() -> None:
+        norm = nn.BatchNorm1d(16, momentum=momentum, track_running_stats=tracks)
+        model = nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, 3))
+        taken(model, adam(model), fn.cross_entropy(model(torch.randn(12, 8)), torch.randint(3, (12,))))
+
+    return run
+
+
 RIGHT_BEGINNINGS: tuple[Loop, ...] = tuple(
     Loop(named(name, run))
     for name, run in {
@@ -132,6 +144,10 @@ RIGHT_BEGINNINGS: tuple[Loop, ...] = tuple(
         "averages_before_a_drawn_head": kept(4, grouped=False, drawn_behind=True),
         "low_rank": adapted,
         "gate_that_begins_alike": gated,
+        "norm_of_a_tenth": normed(0.1),
+        "norm_of_the_last_batch": normed(1.0),
+        "norm_of_all_batches": normed(None),
+        "norm_that_keeps_nothing": normed(0.99, tracks=False),
     }.items()
 )
 
@@ -140,5 +156,6 @@ WRONG_BEGINNINGS: tuple[Loop, ...] = tuple(
     for name, run, rule in (
         ("every_layer_of_a_constant", begun(every_layer), "run.units-alike"),
         ("filters_of_a_constant", kept(4, grouped=False, drawn_behind=False), "run.units-alike"),
+        ("momentum_of_another_library", normed(0.99), "run.norm-momentum"),
     )
 )

@@ -23,6 +23,16 @@ def _alike(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(name), f"{what}{others}")
 
 
+def _keeps(facts: RunFacts) -> Iterator[Hit]:
+    if keeps := _begun(facts).keeps:
+        name, momentum = keeps[0]
+        others = f" (and in {len(keeps) - 1} more)" if keeps[1:] else ""
+        share = f"its running statistics are those of the last batch to {momentum:.0%}"
+        what = f"momentum={momentum:g}{others}: in torch it is the part of the new batch, so that {share}."
+        fix = f"Write momentum={1 - momentum:.3g}: torch's momentum is 1 minus that of Keras or TensorFlow."
+        yield Hit(at(name), what, fix)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.units-alike",
@@ -32,6 +42,15 @@ RULES: tuple[Rule, ...] = (
         fix="Draw the weights: nn.init.xavier_uniform_(layer.weight), or leave them as torch has made them.",
         severity=Severity.WARNING,
         source=("torch nn.init",),
+    ),
+    Rule(
+        id="run.norm-momentum",
+        summary="A batch norm averages over many batches.",
+        check=_keeps,
+        at=(Moment.AUDIT,),
+        fix="Write 1 minus that momentum: torch's is the part of the new batch.",
+        severity=Severity.WARNING,
+        source=("torch BatchNorm2d: momentum",),
     ),
 )
 """Reporting order."""
