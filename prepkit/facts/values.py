@@ -18,3 +18,6 @@ class BeginningFacts:
     """Weights whose units all have one row, and one gradient: the name, and how many units there are."""
     keeps: tuple[tuple[str, float], ...] = ()
     """Batch norms whose momentum is what others call the part that is kept: the name and the momentum."""
+    repeated: tuple[tuple[str, str, int, str], ...] = ()
+    """Lists of layers that hold one layer several times: the name, class of the layer, how often, and the line that
+    has multiplied it."""

@@ -132,6 +132,82 @@ def normed(momentum: float | None, *, tracks: bool = True) -> Callable[[], None]
     return run
 
 
+# --- one layer several times ---
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x).relu()
+
+
+def stacked(stack: Callable[[], nn.Module]) -> Callable[[], None]:
+    """A head behind such layers."""
+
+    def run() -> None:
+        model = nn.Sequential(stack(), nn.Linear(8, 3))
+        taken(model, adam(model), fn.cross_entropy(model(torch.randn(12, 8)), torch.randint(3, (12,))))
+
+    return run
+
+
+class Through(nn.Module):
+    """Layers of a list, one after the other."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def multiplied_in_a_list() -> nn.Module:
+    return Through(nn.ModuleList([Residual()] * 3))
+
+
+def multiplied_in_a_row() -> nn.Module:
+    made = 2 * [Residual()]
+    return nn.Sequential(*made, nn.LayerNorm(8))
+
+
+def one_head_for_all() -> nn.Module:
+    head = Residual()
+    return Through(nn.ModuleList([head for _ in range(3)]))
+
+
+def one_by_its_name() -> nn.Module:
+    layer = Residual()
+    return Through(nn.ModuleList([layer] * 3))
+
+
+def said_to_share() -> nn.Module:
+    return Through(nn.ModuleList([Residual()] * 3))  # all share
+
+
+def activations() -> nn.Module:
+    return nn.Sequential(*[nn.ReLU()] * 3)
+
+
+def called_in_a_loop() -> nn.Module:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Residual()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.layer(x)
+            return x
+
+    return Again()
+
+
 RIGHT_BEGINNINGS: tuple[Loop, ...] = tuple(
     Loop(named(name, run))
     for name, run in {
@@ -144,6 +220,10 @@ RIGHT_BEGINNINGS: tuple[Loop, ...] = tuple(
         "averages_before_a_drawn_head": kept(4, grouped=False, drawn_behind=True),
         "low_rank": adapted,
         "gate_that_begins_alike": gated,
+        **{
+            one.__name__: stacked(one)
+            for one in (one_head_for_all, one_by_its_name, said_to_share, activations, called_in_a_loop)
+        },
         "norm_of_a_tenth": normed(0.1),
         "norm_of_the_last_batch": normed(1.0),
         "norm_of_all_batches": normed(None),
@@ -157,5 +237,6 @@ WRONG_BEGINNINGS: tuple[Loop, ...] = tuple(
         ("every_layer_of_a_constant", begun(every_layer), "run.units-alike"),
         ("filters_of_a_constant", kept(4, grouped=False, drawn_behind=False), "run.units-alike"),
         ("momentum_of_another_library", normed(0.99), "run.norm-momentum"),
+        *((one.__name__, stacked(one), "run.layer-repeated") for one in (multiplied_in_a_list, multiplied_in_a_row)),
     )
 )

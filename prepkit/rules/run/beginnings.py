@@ -33,6 +33,12 @@ def _keeps(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(name), what, fix)
 
 
+def _repeated(facts: RunFacts) -> Iterator[Hit]:
+    for name, layer, times, line in _begun(facts).repeated:
+        what = f"It holds one {layer} {times} times, with the same weights: {line} multiplies a list of one layer."
+        yield Hit(at(name), what, f"Write [{layer}(...) for _ in range({times})], which makes one for each place.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.units-alike",
@@ -51,6 +57,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write 1 minus that momentum: torch's is the part of the new batch.",
         severity=Severity.WARNING,
         source=("torch BatchNorm2d: momentum",),
+    ),
+    Rule(
+        id="run.layer-repeated",
+        summary="A list of layers holds a layer for each place.",
+        check=_repeated,
+        at=(Moment.AUDIT,),
+        fix="Write [Layer(...) for _ in range(n)], which makes one for each place.",
+        severity=Severity.WARNING,
+        source=("torch ModuleList",),
     ),
 )
 """Reporting order."""
