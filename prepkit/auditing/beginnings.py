@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from prepkit.auditing.carried import Carried
 from prepkit.facts.values import BeginningFacts
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import around_calls, frames_above, is_of_library, nodes, parsed
@@ -38,13 +39,20 @@ class Beginnings:
     _lists: list[tuple[weakref.ref[nn.Module], str]] = field(factory=list)
     """Lists of layers that a multiplied list was given to, and the line."""
 
+    carried: Carried = field(factory=Carried)
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         with ExitStack() as stack:
             for kind, name in ((nn.ModuleList, "extend"), (nn.Sequential, "__init__")):
                 stack.enter_context(around_calls(kind, name, self._holds))
+            stack.enter_context(self.carried.on())
             yield
+
+    def told(self) -> dict[str, Any]:
+        """What later steps may have as well, as fields of ``WindowFacts``."""
+        return {"carried": tuple(self.carried.found)}
 
     def facts(self, model: nn.Module | None) -> BeginningFacts:
         """How this one began, whose gradients are there."""

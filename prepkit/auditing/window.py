@@ -162,7 +162,7 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        return {**self.ledger.told(), "loaded_itself": tuple(self.loads.itself)}
+        return {**self.ledger.told(), **self.beginnings.told(), "loaded_itself": tuple(self.loads.itself)}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""
@@ -215,6 +215,7 @@ class Window:
             libraries=self.libraries.facts(),
             turns=self.turns.facts(),
             beginnings=self.beginnings.facts(model),
+            **self.beginnings.told(),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),

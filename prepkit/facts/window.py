@@ -204,6 +204,9 @@ class WindowFacts:
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
     beginnings: BeginningFacts = BeginningFacts()
+    carried: tuple[tuple[str, str, str], ...] = ()
+    """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
+    sampler."""
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""

@@ -278,6 +278,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.units-alike": began(alike=(("0.weight", 16), ("2.weight", 16))),
     "run.norm-momentum": began(keeps=(("1", 0.99), ("5", 0.99))),
     "run.layer-repeated": began(repeated=(("blocks", "Block", 4, "train.py:9"),)),
+    "run.state-carried": evolve(FINE, window=WindowFacts(carried=(("LSTM", "train.py:9", "RandomSampler"),))),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
     "run.reseeded": evolve(
         FINE,

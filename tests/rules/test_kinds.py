@@ -48,7 +48,7 @@ WARNINGS = _ids(
         "trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
         "drops-evaluating shifted loss-bounded parts-overlap reseeded "
         "others-gradients "
-        "units-alike norm-momentum layer-repeated",
+        "units-alike norm-momentum layer-repeated state-carried",
     }
 )
 """What is said, and refuses nothing."""

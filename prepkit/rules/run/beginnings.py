@@ -39,6 +39,12 @@ def _repeated(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(name), what, f"Write [{layer}(...) for _ in range({times})], which makes one for each place.")
 
 
+def _carried(facts: RunFacts) -> Iterator[Hit]:
+    for name, line, sampler in facts.window.carried if facts.window is not None else ():
+        what = f"It begins with the state that it has ended the last batch with ({line}), and {sampler} draws"
+        yield Hit(name, f"{what} the samples of each batch at random: they do not go on where the last ended.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.units-alike",
@@ -66,6 +72,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write [Layer(...) for _ in range(n)], which makes one for each place.",
         severity=Severity.WARNING,
         source=("torch ModuleList",),
+    ),
+    Rule(
+        id="run.state-carried",
+        summary="A state goes from batch to batch only where each batch goes on where the last has ended.",
+        check=_carried,
+        at=(Moment.AUDIT,),
+        fix="Set the state to None for each batch, or read streams in order (shuffle=False), one in each row of a batch.",
+        severity=Severity.WARNING,
+        source=("torch LSTM: hx", "torch DataLoader: shuffle"),
     ),
 )
 """Reporting order."""
