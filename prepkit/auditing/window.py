@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
+from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import Checkpoints, kept_alive
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.ledger import Ledger
@@ -35,7 +36,6 @@ from prepkit.auditing.loops import Turning
 from prepkit.auditing.losses import Losses, leads_to_parameter
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
-from prepkit.auditing.samples import Samples
 from prepkit.auditing.standing import Standing
 from prepkit.auditing.terms import Terms
 from prepkit.auditing.values import Computing
@@ -103,11 +103,11 @@ class Window:
     loads: Loads = field(factory=Loads)
     ledger: Ledger = field(factory=Ledger)
     checkpoints: Checkpoints = field(factory=Checkpoints)
-    samples: Samples = field(factory=Samples)
     terms: Terms = field(factory=Terms)
     values: Computing = field(factory=Computing)
     libraries: Asked = field(factory=Asked)
     turns: Turning = field(factory=Turning)
+    beginnings: Beginnings = field(factory=Beginnings)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -135,8 +135,16 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(called_first(self._enters))
-            listening = (self.recomputed, self.losses, self.loads, self.ledger, self.samples, self.terms, self.values)
-            for one in (*listening, self.checkpoints, self.libraries, self.turns, Standing(self.arrivals)):
+            listening: tuple[Any, ...] = (
+                self.recomputed,
+                self.losses,
+                self.loads,
+                self.ledger,
+                self.terms,
+                self.values,
+            )
+            listening += (self.checkpoints, self.libraries, self.turns, self.beginnings, Standing(self.arrivals))
+            for one in listening:
                 stack.enter_context(one.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -161,7 +169,7 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        return {**self.ledger.told(), "loaded_itself": tuple(self.loads.itself)}
+        return {**self.ledger.told(), **self.beginnings.told(), "loaded_itself": tuple(self.loads.itself)}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""
@@ -214,11 +222,12 @@ class Window:
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             **self.ledger.told(),
-            samples=self.samples.facts(alive),
             terms=self.terms.facts(),
             values=self.values.facts(model),
             libraries=self.libraries.facts(),
             turns=self.turns.facts(),
+            beginnings=self.beginnings.facts(model),
+            **self.beginnings.told(),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),

@@ -8,3 +8,16 @@ from attrs import frozen
 @frozen(kw_only=True)
 class ValueFacts:
     """Values that a program has changed on the way, and how its weights began."""
+
+
+@frozen(kw_only=True)
+class BeginningFacts:
+    """How the layers of a model that trains began."""
+
+    alike: tuple[tuple[str, int], ...] = ()
+    """Weights whose units all have one row, and one gradient: the name, and how many units there are."""
+    keeps: tuple[tuple[str, float], ...] = ()
+    """Batch norms whose momentum is what others call the part that is kept: the name and the momentum."""
+    repeated: tuple[tuple[str, str, int, str], ...] = ()
+    """Lists of layers that hold one layer several times: the name, class of the layer, how often, and the line that
+    has multiplied it."""

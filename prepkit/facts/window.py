@@ -8,9 +8,8 @@ from attrs import frozen
 
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
-from prepkit.facts.samples import SampleFacts
 from prepkit.facts.terms import TermFacts
-from prepkit.facts.values import ValueFacts
+from prepkit.facts.values import BeginningFacts, ValueFacts
 
 Groups = tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...]
 """Groups of optimizers: the names of the parameters of each, and its options but for rates, with their values."""
@@ -206,11 +205,14 @@ class WindowFacts:
     """Whether a loss went backward past accelerate, divided by nothing."""
     cleared: str = ""
     """The line of the program that has cleared gradients since the last backward; empty: none has."""
-    samples: SampleFacts = SampleFacts()
     terms: TermFacts = TermFacts()
     values: ValueFacts = ValueFacts()
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
+    beginnings: BeginningFacts = BeginningFacts()
+    carried: tuple[tuple[str, str, str], ...] = ()
+    """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
+    sampler."""
     stale: tuple[tuple[str, str], ...] = ()
     """Lines whose backward is in the gradients still, though it is not of this step, with who has stepped it; empty:
     nobody, and it lies before the loop."""

@@ -32,6 +32,7 @@ from prepkit.facts.run import (
     WrappedModule,
 )
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
+from prepkit.facts.values import BeginningFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -95,6 +96,10 @@ def switched(**now: Any) -> RunFacts:
     before = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=not trains), *RUNNING.params[1:]))
     after = evolve(RUNNING, params=(evolve(RUNNING.params[0], requires_grad=trains, **now), *RUNNING.params[1:]))
     return evolve(FINE, running=((before, after),))
+
+
+def began(**begun: Any) -> RunFacts:
+    return evolve(FINE, window=WindowFacts(beginnings=BeginningFacts(**begun)))
 
 
 def asked(**found: Any) -> RunFacts:
@@ -301,6 +306,10 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="cross_entropy", what="20 targets that are all 3", fix="Shuffle.", kind="alike"),)
         ),
     ),
+    "run.units-alike": began(alike=(("0.weight", 16), ("2.weight", 16))),
+    "run.norm-momentum": began(keeps=(("1", 0.99), ("5", 0.99))),
+    "run.layer-repeated": began(repeated=(("blocks", "Block", 4, "train.py:9"),)),
+    "run.state-carried": evolve(FINE, window=WindowFacts(carried=(("LSTM", "train.py:9", "RandomSampler"),))),
     "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
     "run.reseeded": evolve(
         FINE,

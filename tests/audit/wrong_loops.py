@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.audit.alike_loops import RIGHT_ALIKE, WRONG_ALIKE
+from tests.audit.beginnings_loops import RIGHT_BEGINNINGS, WRONG_BEGINNINGS
 from tests.audit.by_libraries import engine_of
 from tests.audit.case import WIDTH, adam, divided, net, rows
 from tests.audit.loops import (
@@ -534,6 +535,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_TERMS,
     *WRONG_SUMS,
     *WRONG_ALIKE,
+    *WRONG_BEGINNINGS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -596,3 +598,4 @@ WRONG: tuple[Loop, ...] = (
 )
 LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *WRONG)
 LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_BEGINNINGS, *WRONG)

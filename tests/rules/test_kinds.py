@@ -50,7 +50,8 @@ WARNINGS = _ids(
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
         "target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative "
-        "targets-alike",
+        "targets-alike "
+        "units-alike norm-momentum layer-repeated state-carried",
     }
 )
 """What is said, and refuses nothing."""
