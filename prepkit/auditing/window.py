@@ -40,7 +40,6 @@ from prepkit.auditing.standing import Standing
 from prepkit.auditing.terms import Terms
 from prepkit.auditing.values import Computing
 from prepkit.facts.window import OddSample, WindowFacts
-from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import named_parameters, sites, unwrap_root
 from prepkit.observe.prepared.around import (
     Line,
@@ -57,7 +56,7 @@ from prepkit.observe.prepared.around import (
 )
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated, rebound
-from prepkit.observe.prepared.modules import elsewhere, generator
+from prepkit.observe.prepared.modules import elsewhere, float16_units, generator
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.observe.prepared.trainers import planned
 from prepkit.ranks.arrivals import Arrivals
@@ -255,7 +254,7 @@ class Window:
         if not self.text and (config := language_config(inside)) is not None:
             self.text = odd_batch(dict(zip(signature(inside.forward).parameters, args, strict=False)) | kwargs, config)
         if id(module) not in self._called and any(one.requires_grad for one in module.parameters()):
-            self._float16_units |= dict.fromkeys(_float16_units(module))
+            self._float16_units |= dict.fromkeys(float16_units(module))
         self._called[id(module)] = weakref.ref(module)
         narrow = next((one for one in module.parameters() if one.requires_grad and one.dtype == torch.float32), None)
         kind = None if narrow is None else narrow.device.type
@@ -439,17 +438,6 @@ def _again(optimizer: Any, first: Mapping[int, str]) -> Iterator[tuple[str, tupl
 def _unsynced(module: nn.Module) -> bool:
     """Return whether the next backward of a wrapper averages nothing, as inside ``no_sync()``."""
     return not getattr(module, "require_backward_grad_sync", getattr(module, "_sync_gradients", True))
-
-
-def _float16_units(root: nn.Module) -> Iterator[str]:
-    """Yield the class of the options by which a unit of FSDP1 or FSDP2 computes in float16."""
-    for module in root.modules():
-        fsdp1 = isinstance(module, FullyShardedDataParallel)
-        options: Any = None
-        if fsdp1 or is_unit(module):
-            options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
-        if getattr(options, "param_dtype", None) == torch.float16:
-            yield type(options).__name__
 
 
 def _by_a_library() -> bool:

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from prepkit.facts.run import WrappedModule, Wrapper
+from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.local_part import local
 from prepkit.objects.names import Site, known_bases
 from prepkit.observe.prepared.optimizers import short_digest
@@ -249,3 +250,14 @@ def generator(kind: str) -> float:
             return 0.0
         state = module.get_rng_state()
     return short_digest(state.cpu().numpy().tobytes())
+
+
+def float16_units(root: nn.Module) -> Iterator[str]:
+    """Yield the class of the options by which a unit of FSDP1 or FSDP2 computes in float16."""
+    for module in root.modules():
+        fsdp1 = isinstance(module, FullyShardedDataParallel)
+        options: Any = None
+        if fsdp1 or is_unit(module):
+            options = module.mixed_precision if fsdp1 else module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+        if getattr(options, "param_dtype", None) == torch.float16:
+            yield type(options).__name__
