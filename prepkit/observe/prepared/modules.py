@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from prepkit.facts.run import WrappedModule, Wrapper
