@@ -176,6 +176,8 @@ def language_config(module: nn.Module) -> Any:
 
     Such a model shifts labels: it is called so, or gives them to transformers' own loss.
     """
+    if isinstance(module, torch.jit.ScriptModule):  # whose forward is no function of Python
+        return None
     base = peek(module, "base_model")
     inside = peek(base, "model") or module
     for one in (module, inside):
