@@ -87,7 +87,8 @@ class DriftWatch:
         self._kept = KeptGradients(own, self._due, self._told)
         self._kept.listen()
         self._handles += [one.register_step_pre_hook(self._over) for one in own]
-        self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
+        if not isinstance(model, torch.jit.ScriptModule):  # which takes none any more
+            self._handles.append(model.register_forward_pre_hook(_Listener(weakref.ref(self))))
 
     def close(self) -> None:
         """Looks no more."""
