@@ -2,23 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ast
+import re
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
-from attrs import define
+import torch
+from attrs import define, field
+from torch import nn
 
+from prepkit.auditing.columns import dropped_columns
+from prepkit.auditing.pixels import Pixels
 from prepkit.facts.libraries import LibraryFacts
+from prepkit.observe.prepared.around import (
+    Line,
+    around_calls,
+    frames_above,
+    in_one_loop,
+    line_of_program,
+    lines_of_program,
+    parsed,
+    texts_of_program,
+)
+
+LOW = (torch.bfloat16, torch.float16)
+MEANT = re.compile(r"requires_grad|is_trainable|freez|frozen")
+"""Words of a program that freezes on purpose."""
 
 
 @define(eq=False)
 class Asked:
     """Listens inside ``on()``."""
 
+    _clipped: list[tuple[str, list[weakref.ref[Any]]]] = field(factory=list)
+    """Lines that have clipped what had no gradient, with some of the parameters."""
+    _backwards: dict[Line, tuple[int, list[Line]]] = field(factory=dict)
+    """Lines that have gone backward through an engine, how often, and where they stand."""
+    _casts: bool = False
+    """Whether an autocast of low precision was entered."""
+
+    pixels: Pixels = field(factory=Pixels)
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        yield
+        with around_calls(torch.autocast, "__enter__", self._enters), self.pixels.on():
+            yield
 
-    def facts(self) -> LibraryFacts:
-        """What was heard so far."""
-        return LibraryFacts()
+    def clips(self, params: Iterable[Any]) -> None:
+        """Hears of parameters that are clipped after something went backward, none of which has a gradient."""
+        trained = [weakref.ref(one) for one in params if one.requires_grad]
+        if trained:
+            self._clipped.append((line_of_program(frames_above(__file__)), trained[:1]))
+
+    def goes_backward(self) -> None:
+        """Hears of a backward, and counts those of DeepSpeed's engines."""
+        frames = list(frames_above(__file__))
+        engine = next(_engines_of(frames), None)
+        if engine is not None and not getattr(engine, "inside_no_sync_ctxt", False):
+            lines = lines_of_program(frames)
+            if lines:
+                self._backwards[lines[0]] = (self._backwards.get(lines[0], (0, []))[0] + 1, lines)
+
+    def facts(self, alive: Iterable[Any] = (), roots: Iterable[nn.Module] = ()) -> LibraryFacts:
+        """What was heard so far; ``roots``: modules that were called from outside of any other."""
+        modules, roots = [one for one in alive if isinstance(one, nn.Module)], [*roots]
+        engines = _of(modules, "deepspeed.runtime.engine", "DeepSpeedEngine")
+        return LibraryFacts(
+            clipped_past=self._clipped_past(engines),
+            gated=self._gated(),
+            uncast=self._uncast(roots),
+            dropped=dropped_columns(),
+            raw_pixels=tuple(dict.fromkeys(self.pixels.facts(roots))),
+            frozen_adapters=tuple(dict.fromkeys(_frozen_adapters(roots))),
+        )
+
+    def _enters(self, plain: Any, context: Any, *given: Any) -> Any:
+        if not torch.compiler.is_compiling() and context._enabled and context.fast_dtype in LOW:
+            self._casts = True
+        return plain(context, *given)
+
+    def _clipped_past(self, engines: list[Any]) -> str:
+        held = {id(param) for engine in engines for param in engine.module.parameters()} if self._clipped else set()
+        for line, params in self._clipped:
+            if any(id(one()) in held and getattr(one(), "grad", None) is None for one in params):
+                return line
+        return ""
+
+    def _gated(self) -> tuple[str, int, int]:
+        """As in ``LibraryFacts``, as an engine steps, and not of what two loops do, or is counted by hand."""
+        frames = list(frames_above(__file__))
+        engine = next(_engines_of(frames), None)
+        if engine is None or getattr(engine, "_is_gradient_accumulation_boundary", None) is not None:
+            return "", 0, 0
+        now, counts_to = lines_of_program(frames), int(engine.gradient_accumulation_steps())
+        for (code, line), (times, lines) in self._backwards.items():
+            if times > counts_to and in_one_loop(lines, now):
+                return f"{code.co_filename.rpartition('/')[2]}:{line}", times, counts_to
+        return "", 0, 0
+
+    def _uncast(self, roots: Iterable[nn.Module]) -> str:
+        state: Any = sys.modules.get("accelerate.state")
+        shared = {} if state is None else state.AcceleratorState._shared_state
+        asked = str(shared.get("_mixed_precision", ""))
+        kind = getattr(shared.get("distributed_type"), "value", "")
+        if self._casts or asked not in ("bf16", "fp16") or not (kind == "NO" or kind.startswith("MULTI_")):
+            return ""
+        trains = (param for root in roots for param in root.parameters() if param.requires_grad)
+        return asked if any(param.dtype == torch.float32 for param in trains) and not _turned_off() else ""
+
+
+def _turned_off() -> bool:
+    """Whether the program says that accelerate's autocast is not to run."""
+    return any("AutocastKwargs" in text for text in texts_of_program().values())
+
+
+def _engines_of(frames: Iterable[FrameType]) -> Iterator[Any]:
+    """Yield the engines of DeepSpeed of which methods run."""
+    kind: Any = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+    for frame in frames if kind is not None else ():
+        if isinstance(owner := frame.f_locals.get("self"), kind):
+            yield owner
+
+
+def _of(modules: Iterable[nn.Module], home: str, kind: str) -> list[Any]:
+    """Those of a class of a library that the program may have loaded."""
+    known = getattr(sys.modules.get(home), kind, None)
+    return [one for one in modules if known is not None and isinstance(one, known)]
+
+
+def _frozen_adapters(roots: Iterable[nn.Module]) -> Iterator[str]:
+    """Yield where a model of peft that was loaded to be used stands inside of what trains."""
+    kind = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    if kind is None:
+        return
+    for root in roots:
+        params = dict(root.named_parameters())
+        adapts = any(one.requires_grad for name, one in params.items() if "lora_" in name)
+        if adapts or not any(one.requires_grad for one in params.values()):
+            continue
+        for path, module in root.named_modules():
+            if path and isinstance(module, kind) and module.training and _is_for_use(module):
+                yield f"{type(root).__name__}.{path}"
+
+
+def _is_for_use(model: Any) -> bool:
+    """Whether all of its adapters were loaded without being told to train, and the program freezes nothing itself."""
+    configs = list(model.peft_config.values())
+    for_use = bool(configs) and all(getattr(one, "inference_mode", False) for one in configs)
+    return for_use and not any(MEANT.search(ast.unparse(parsed(file))) for file in texts_of_program())

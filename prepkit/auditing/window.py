@@ -223,7 +223,7 @@ class Window:
             **self.ledger.told(),
             terms=self.terms.facts(),
             values=self.values.facts(model),
-            libraries=self.libraries.facts(),
+            libraries=self.libraries.facts(alive, self.called()),
             turns=self.turns.facts(),
             beginnings=self.beginnings.facts(model),
             **self.beginnings.told(),
@@ -305,6 +305,8 @@ class Window:
         held = {id(param) for param in params if param.grad is not None}
         self.clipped_scaled = self.clipped_scaled or (self.scaled and not held <= self._unscaled)
         self.clipped_none = self.clipped_none or not (held or self.backwards)
+        if self.backwards and not held:
+            self.libraries.clips(params)
         if name == "clip_grad_norm_" and float(rest[0] if rest else named["max_norm"]) < float("inf"):
             self._by_norm |= held
         return plain((one for one in params) if streamed else params, *rest, **named)  # torch warns of an empty one
@@ -322,6 +324,7 @@ class Window:
 
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
         self.backwards += 1
+        self.libraries.goes_backward()
         self.arrivals.goes_backward()
         self.cleared = self.taken = ""
         given_to = tensors if isinstance(tensors, tuple | list) else (tensors,)

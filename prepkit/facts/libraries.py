@@ -8,3 +8,17 @@ from attrs import frozen
 @frozen(kw_only=True)
 class LibraryFacts:
     """What a program asks of its libraries, and what comes of it."""
+
+    clipped_past: str = ""
+    """The line that has clipped parameters whose gradients a DeepSpeed engine keeps to itself; empty: none has."""
+    gated: tuple[str, int, int] = ("", 0, 0)
+    """The line of a backward of an engine, how often it ran before the engine's first step, and what the engine counts
+    to; empty: the engine is stepped behind each."""
+    uncast: str = ""
+    """The precision that accelerate was asked for, where nothing ran under an autocast; empty: something did."""
+    frozen_adapters: tuple[str, ...] = ()
+    """Where models of peft stand that train inside of something, and of whose adapters none does."""
+    dropped: tuple[tuple[str, str], ...] = ()
+    """Lines that read a column of the data set which the Trainer of transformers leaves out, and the column."""
+    raw_pixels: tuple[tuple[str, float], ...] = ()
+    """First convolutions that are given whole numbers up to 255, and the largest of them."""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
+from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
 from prepkit.facts.run import (
     AdapterFacts,
@@ -102,12 +103,23 @@ def began(**begun: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(beginnings=BeginningFacts(**begun)))
 
 
+def told(**found: Any) -> RunFacts:
+    """Facts with this of what libraries were asked for."""
+    return evolve(FINE, window=WindowFacts(libraries=LibraryFacts(**found)))
+
+
 def asked(**found: Any) -> RunFacts:
     """Facts with this of a model that was asked what it makes of its batch."""
     return evolve(FINE, window=WindowFacts(forwards=(ForwardFacts(model="Net", **found),)))
 
 
 BROKEN: dict[str, RunFacts] = {
+    "run.clipped-nothing": told(clipped_past="train.py:31"),
+    "run.engine-gated": told(gated=("train.py:31", 16, 4)),
+    "run.autocast-unused": told(uncast="bf16"),
+    "run.adapters-frozen": told(frozen_adapters=("Classifier.body",)),
+    "run.column-dropped": told(dropped=(("train.py:31", "weight"),)),
+    "run.pixels-raw": told(raw_pixels=(("Net.enter", 255.0),)),
     "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
     "run.missed": with_optimizer(held=NAMES[1:]),
     "run.state-lost": with_optimizer(lost=3),

@@ -21,6 +21,7 @@ from tests.audit.alike_loops import RIGHT_ALIKE, WRONG_ALIKE
 from tests.audit.beginnings_loops import RIGHT_BEGINNINGS, WRONG_BEGINNINGS
 from tests.audit.by_libraries import engine_of
 from tests.audit.case import WIDTH, adam, divided, net, rows
+from tests.audit.libraries_loops import RIGHT_ASKED, WRONG_ASKED
 from tests.audit.loops import (
     RIGHT,
     Loop,
@@ -536,6 +537,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_SUMS,
     *WRONG_ALIKE,
     *WRONG_BEGINNINGS,
+    *WRONG_ASKED,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -599,3 +601,4 @@ WRONG: tuple[Loop, ...] = (
 LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *WRONG)
 LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE, *WRONG)
 LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_BEGINNINGS, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_ASKED, *WRONG)

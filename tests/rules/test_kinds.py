@@ -51,7 +51,9 @@ WARNINGS = _ids(
         "target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative "
         "targets-alike "
-        "units-alike norm-momentum layer-repeated state-carried",
+        "units-alike norm-momentum layer-repeated state-carried "
+        "clipped-nothing engine-gated autocast-unused adapters-frozen "
+        "column-dropped pixels-raw",
     }
 )
 """What is said, and refuses nothing."""

@@ -104,7 +104,7 @@ def others(value: Any, cls: Any, name: str) -> Iterator[Any]:
         yield from (0, 1, 2, 3, value + 1 if isinstance(value, int) else 8)
     elif cls in PLAIN:
         yield from PLAIN[cls]
-    elif name == "libraries":
+    elif name == "libraries" and not has(cls):
         yield from ((), LIBRARIES)
     elif field_types.is_tuple(cls):
         yield from _tuples(value, cls)

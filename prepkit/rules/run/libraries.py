@@ -2,7 +2,110 @@
 
 from __future__ import annotations
 
-from prepkit.rules.rule import Rule
+from collections.abc import Iterator
 
-RULES: tuple[Rule, ...] = ()
+from prepkit.facts.libraries import LibraryFacts
+from prepkit.facts.run import RunFacts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Moment, Rule
+
+
+def _asked(facts: RunFacts) -> LibraryFacts:
+    return facts.window.libraries if facts.window is not None else LibraryFacts()
+
+
+def _clips_nothing(facts: RunFacts) -> Iterator[Hit]:
+    if line := _asked(facts).clipped_past:
+        what = f"{line} clips parameters that have no gradient, as the DeepSpeed engine keeps gradients to itself"
+        yield Hit("gradients", f"{what}: nothing is clipped.")
+
+
+def _gates(facts: RunFacts) -> Iterator[Hit]:
+    line, times, counts_to = _asked(facts).gated
+    if line:
+        what = f"{line} went backward {times} times before the engine's first step, and the engine counts to"
+        yield Hit("optimizer", f"{what} {counts_to} by itself: engine.step() does not stand behind every backward.")
+
+
+def _casts_nothing(facts: RunFacts) -> Iterator[Hit]:
+    if asked := _asked(facts).uncast:
+        what = f"accelerate was asked for mixed_precision={asked!r}, and nothing has run under its autocast"
+        yield Hit("model", f"{what}: all is computed in float32.")
+
+
+def _adapts_nothing(facts: RunFacts) -> Iterator[Hit]:
+    for place in _asked(facts).frozen_adapters:
+        yield Hit("model", f"`{place}` is in training mode, and all of its adapters are frozen: they learn nothing.")
+
+
+def _drops(facts: RunFacts) -> Iterator[Hit]:
+    for line, column in _asked(facts).dropped:
+        what = f"{line} reads the column {column!r}, which the Trainer has left out, as its model's forward does not"
+        yield Hit("loaders", f"{what} name it.")
+
+
+def _is_raw(facts: RunFacts) -> Iterator[Hit]:
+    for place, most in _asked(facts).raw_pixels:
+        yield Hit("model", f"`{place}` is given pixels from 0 to {most:.0f}: nothing has scaled them.")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.clipped-nothing",
+        summary="What is clipped has gradients.",
+        check=_clips_nothing,
+        at=(Moment.AUDIT,),
+        fix='Write "gradient_clipping": <norm> into the config of DeepSpeed, and leave clip_grad_norm_ out.',
+        severity=Severity.WARNING,
+        source=("deepspeed gradient_clipping",),
+    ),
+    Rule(
+        id="run.engine-gated",
+        summary="A DeepSpeed engine is stepped behind every backward.",
+        check=_gates,
+        at=(Moment.AUDIT,),
+        fix=(
+            'Call engine.step() behind every engine.backward(loss), and write "gradient_accumulation_steps" into the '
+            "config: the engine steps when it has counted so many."
+        ),
+        severity=Severity.WARNING,
+        source=("deepspeed DeepSpeedEngine.step",),
+    ),
+    Rule(
+        id="run.autocast-unused",
+        summary="Something runs in the precision that accelerate is asked for.",
+        check=_casts_nothing,
+        at=(Moment.AUDIT,),
+        fix="Call what accelerator.prepare(model) gives, or write `with accelerator.autocast():` around the forward.",
+        severity=Severity.WARNING,
+        source=("accelerate Accelerator.autocast",),
+    ),
+    Rule(
+        id="run.adapters-frozen",
+        summary="Adapters that are loaded into what trains, train.",
+        check=_adapts_nothing,
+        at=(Moment.AUDIT,),
+        fix="Write PeftModel.from_pretrained(base, folder, is_trainable=True); freeze them by hand where they rest.",
+        severity=Severity.WARNING,
+        source=("peft PeftModel.from_pretrained",),
+    ),
+    Rule(
+        id="run.column-dropped",
+        summary="A column that the program's loss, collator or model reads is in the batch.",
+        check=_drops,
+        at=(Moment.AUDIT,),
+        fix="Write TrainingArguments(remove_unused_columns=False).",
+        severity=Severity.WARNING,
+        source=("transformers TrainingArguments.remove_unused_columns",),
+    ),
+    Rule(
+        id="run.pixels-raw",
+        summary="Pixels are scaled before a first convolution without a norm.",
+        check=_is_raw,
+        at=(Moment.AUDIT,),
+        fix="Divide them by 255, and take off the mean and divide by the deviation that the model was trained with.",
+        severity=Severity.WARNING,
+        source=("torchvision transforms.Normalize",),
+    ),
+)
 """Reporting order."""

@@ -1,0 +1,219 @@
+"""Programs that ask libraries for what does not come, and their right twins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+from torch.utils.data import DataLoader
+
+from tests.audit.by_libraries import accelerator, engine_of, llama
+from tests.audit.case import adam, divided, net, rows
+from tests.audit.loops import Loop
+
+# --- DeepSpeed ---
+
+
+def clipped_past_the_engine(rank: int, world: int) -> None:
+    model = net()
+    engine, *_ = engine_of(model, 2, optimizer=adam(model))
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.5)
+        engine.step()
+
+
+def clipped_by_the_engine(rank: int, world: int) -> None:
+    model = net()
+    engine, *_ = engine_of(model, 2, optimizer=adam(model), config={"gradient_clipping": 0.5})
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        engine.step()
+
+
+def engine_stepped_by_count(rank: int, world: int) -> None:
+    model = net()
+    engine, *_ = engine_of(model, 0, optimizer=adam(model), config={"gradient_accumulation_steps": 2})
+    for at in range(8):
+        for x, y in divided(rank, world):
+            engine.backward(fn.cross_entropy(engine(x), y))
+            if (at + 1) % 2 == 0:
+                engine.step()
+
+
+def engine_stepped_behind_two_losses(rank: int, world: int) -> None:
+    model = net()
+    engine, *_ = engine_of(model, 0, optimizer=adam(model))
+    for x, y in divided(rank, world):
+        outputs = engine(x)
+        for loss in (fn.cross_entropy(outputs, y), outputs.square().mean()):
+            engine.backward(loss, retain_graph=True)
+        engine.step()
+
+
+def clipped_one_model_before_its_turn(rank: int, world: int) -> None:
+    maker, judge = net(), net()
+    optimizers = adam(maker), adam(judge)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(maker(x), y).backward()
+        for one in (maker, judge):
+            nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+        optimizers[0].step()
+
+
+# --- accelerate ---
+
+
+class Methods(nn.Module):
+    """What is called by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def project(self, x: Tensor) -> Tensor:
+        return self.net(x).tanh()
+
+
+def prepared(precision: str) -> tuple[Any, Any, Any, Any]:
+    ours = accelerator(mixed_precision=precision)
+    model = Methods()
+    return ours, *ours.prepare(model, adam(model), DataLoader(rows(), 4, shuffle=True))
+
+
+def called_past_autocast(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared("bf16")
+    for x, y in loader:
+        ours.backward(fn.cross_entropy(ours.unwrap_model(model).project(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def called_under_autocast(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared("bf16")
+    for x, y in loader:
+        with ours.autocast():
+            outputs = ours.unwrap_model(model).project(x)
+        ours.backward(fn.cross_entropy(outputs.float(), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def called_as_prepared(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared("bf16")
+    for x, y in loader:
+        ours.backward(fn.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def called_in_full_precision(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared("no")
+    for x, y in loader:
+        ours.backward(fn.cross_entropy(ours.unwrap_model(model).project(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- transformers ---
+
+
+def weighed(**given: Any) -> None:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
+    class Weighed(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = False, **named: Any) -> Any:
+            weight = inputs.pop("weight", None)
+            loss = model(**inputs).loss
+            return loss if weight is None else loss * weight.mean()
+
+    text = list(range(8))
+    data = Dataset.from_list([{"input_ids": text, "labels": text, "weight": 2.0, "unread": 1}] * 16)
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    if "collator" in given:
+        data, given = data.remove_columns("unread"), {"data_collator": given["collator"]}
+        Weighed(model=llama(), args=TrainingArguments("out", **quiet), train_dataset=data, **given).train()
+    else:
+        kept = data if not given else data.remove_columns("unread")
+        Weighed(model=llama(), args=TrainingArguments("out", **quiet, **given), train_dataset=kept).train()
+
+
+def weights_left_out(rank: int, world: int) -> None:
+    weighed()
+
+
+def weights_kept(rank: int, world: int) -> None:
+    weighed(remove_unused_columns=False)
+
+
+def weights_made_by_the_collator(rank: int, world: int) -> None:
+    from transformers import default_data_collator
+
+    def collate(samples: Any) -> Any:
+        batch = default_data_collator(samples)
+        batch["weight"] = torch.ones(len(samples))
+        return batch
+
+    weighed(collator=collate)
+
+
+# --- pictures ---
+
+
+def pictures(model: nn.Module, *, scale: float = 1.0) -> None:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8)
+    optimizer = adam(model)
+    fn.cross_entropy(model(images.float() * scale), torch.arange(8) % 4).backward()
+    optimizer.step()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeing()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images / 255)
+
+
+def seeing(*between: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), *between, nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+
+def pixels_as_they_are(rank: int, world: int) -> None:
+    pictures(seeing())
+
+
+def pixels_scaled(rank: int, world: int) -> None:
+    pictures(seeing(), scale=1 / 255)
+
+
+def pixels_scaled_inside(rank: int, world: int) -> None:
+    pictures(Scaled())
+
+
+def pixels_under_a_norm(rank: int, world: int) -> None:
+    pictures(seeing(nn.BatchNorm2d(4)))
+
+
+WRONG_ASKED: tuple[Loop, ...] = (
+    Loop(clipped_past_the_engine, "deepspeed", 2, rule="run.clipped-nothing"),
+    Loop(engine_stepped_by_count, "deepspeed", 2, rule="run.engine-gated"),
+    Loop(called_past_autocast, "accelerate", rule="run.autocast-unused"),
+    Loop(weights_left_out, "transformers", rule="run.column-dropped"),
+    Loop(pixels_as_they_are, rule="run.pixels-raw"),
+)
+RIGHT_ASKED: tuple[Loop, ...] = (
+    *(Loop(run, "deepspeed", 2) for run in (clipped_by_the_engine, engine_stepped_behind_two_losses)),
+    Loop(clipped_one_model_before_its_turn),
+    *(Loop(run, "transformers") for run in (weights_kept, weights_made_by_the_collator)),
+    *(Loop(run) for run in (pixels_scaled, pixels_scaled_inside, pixels_under_a_norm)),
+    *(Loop(run, "accelerate") for run in (called_under_autocast, called_as_prepared, called_in_full_precision)),
+)
