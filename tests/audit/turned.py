@@ -192,6 +192,12 @@ def initialised(when: str) -> Callable[[], None]:
     return run
 
 
+def scripted() -> None:
+    model = torch.jit.script(layers())
+    x, y = batch()
+    taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+
 RIGHT_TURNS: tuple[Loop, ...] = tuple(
     Loop(named(name, run))
     for name, run in {
@@ -212,6 +218,7 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "warm_up_of_a_million": scheduled(lambda at: min(1.0, (at + 1) / 1e6), 3e-3),
         "rates_of_a_rate_of_one": scheduled(lambda at: 3e-3 / (at + 1), 1.0),
         "loaded_before_it_trains": loads(lambda model: model.state_dict()),
+        "scripted": scripted,
         "copy_loaded": loads(lambda model: copy.deepcopy(model.state_dict())),
         "value_behind_the_window": forecasts(1),
         "all_values_one_on": forecasts(1, whole=True),

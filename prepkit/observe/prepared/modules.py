@@ -188,7 +188,8 @@ def elsewhere(places: list[Site], to: Container[int] | None = None) -> tuple[str
     found: list[str] = []
     for site in places:
         for module in site.stack if site.first else ():
-            forward = vars(module).get("forward")
+            scripted = isinstance(module, torch.jit.ScriptModule)  # whose methods all stand on the object
+            forward = None if scripted else vars(module).get("forward")
             owners = list(_owners(forward, DEEP)) if forward is not None else []
             leads = any(to is None or id(owner) in to for owner in owners)
             if leads and not any(id(owner) in here for owner in owners):
