@@ -598,7 +598,7 @@ WRONG: tuple[Loop, ...] = (
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *WRONG)
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE, *WRONG)
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_BEGINNINGS, *WRONG)
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_ASKED, *WRONG)
+LOOPS: tuple[Loop, ...] = (
+    *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
+    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *WRONG),
+)
