@@ -39,6 +39,7 @@ from tests.audit.loops import (
 )
 from tests.audit.misgiven import MISGIVEN, RIGHT_LOSSES
 from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
+from tests.audit.values_loops import RIGHT_VALUES, WRONG_VALUES
 
 
 def float16_without_a_scaler(rank: int, world: int) -> None:
@@ -524,6 +525,7 @@ def pads_that_count(rank: int, world: int) -> None:
 
 
 WRONG: tuple[Loop, ...] = (
+    *WRONG_VALUES,
     *WRONG_SEQUENCES,
     *MISGIVEN,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
@@ -586,4 +588,4 @@ WRONG: tuple[Loop, ...] = (
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
 )
-LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *WRONG)
+LOOPS: tuple[Loop, ...] = (*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_VALUES, *WRONG)
