@@ -61,7 +61,7 @@ def _in_groups(order: Sequence[int], old: Sequence[int], new: Sequence[int]) -> 
 
 
 def may_be_cut(before: Sequence[int], after: Sequence[int], call: ast.Call | None) -> bool:
-    """Return whether two sizes may be what one is cut into, and merged with the other: ``(b * k, b)`` to ``(b, k * b)``.
+    """Return whether one of two sizes may be cut, and merged with the other: ``(b * k, b)`` to ``(b, k * b)``.
 
     Where nobody has written both sizes out.
     """
@@ -100,4 +100,5 @@ def was_padded(tensor: Tensor) -> bool:
     name = type(tensor.grad_fn).__name__
     if "Pad" in name:
         return True
-    return name.startswith("Cat") and any(one is None for one, _ in tensor.grad_fn.next_functions)  # type: ignore[union-attr]
+    inputs = tensor.grad_fn.next_functions if tensor.grad_fn is not None else ()
+    return name.startswith("Cat") and any(one is None for one, _ in inputs)

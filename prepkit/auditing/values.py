@@ -63,7 +63,7 @@ class Computing:
         result = plain(*given, **named)
         if not torch.compiler.is_compiling() and given and type(given[0]) in (Tensor, nn.Parameter):
             before, after = given[0].shape, result.shape
-            if before != after and 2 <= len(after) and 2 <= len(before) and result.dtype == given[0].dtype:
+            if before != after and len(after) >= 2 and len(before) >= 2 and result.dtype == given[0].dtype:
                 self._reshaped(name, given[0], after)
         return result
 
