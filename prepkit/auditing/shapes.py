@@ -96,7 +96,7 @@ def is_being_made(call: ast.Call | None) -> bool:
 
 
 def was_padded(tensor: Tensor) -> bool:
-    """Return whether something was put beside it just before, as where its rows are to be shifted against each other."""
+    """Return whether something was put beside it just before, as where its rows are to be shifted."""
     name = type(tensor.grad_fn).__name__
     if "Pad" in name:
         return True
