@@ -86,7 +86,13 @@ def _alike(root: nn.Module) -> Iterator[tuple[str, int]]:
         if isinstance(layer, nn.Linear | _ConvNd) and not isinstance(layer, nn.LazyLinear):
             weight, bias, grad = layer.weight, layer.bias, layer.weight.grad
             grouped = getattr(layer, "groups", 1) > 1
-            if grad is None or grouped or not weight.requires_grad or isinstance(weight, DTensor):
+            if (
+                grad is None
+                or grouped
+                or not (bias is None or bias.numel())
+                or not weight.requires_grad
+                or isinstance(weight, DTensor)
+            ):
                 continue
             turned = isinstance(layer, _ConvTransposeNd)
             units, moves = (one.transpose(0, 1) if turned else one for one in (weight.detach(), grad))

@@ -103,12 +103,17 @@ def _draws(reading: Any) -> str:
     return type(sampler).__name__ if drawn or shuffles else ""
 
 
+BETWEEN_FRAMES = 2
+"""Between a program and ``torch.jit.script``, which looks names up in the frame of who calls it."""
+
+
 def _scripts(forwards: dict[Any, Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Scripts with the forwards of torch, whose text it reads."""
     ours = {kind: kind.forward for kind in forwards}
     try:
         for kind, forward in forwards.items():
             kind.forward = forward
+        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + BETWEEN_FRAMES
         return plain(*args, **kwargs)
     finally:
         for kind, forward in ours.items():

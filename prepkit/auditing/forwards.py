@@ -269,7 +269,7 @@ def _ahead(asking: Asking, first: list[Tensor], losses: list[LossCompared], retu
         for dim, distance in distances:
             if (looks := _looks_ahead(asking, first, tokens, dim)) is not None:
                 if distance == 0 and not _reads_itself(asking, first, tokens, dim):
-                    distance = 1  # noqa: PLW2901  # the model moves them by one itself
+                    continue  # the model moves them by one itself
                 found.append((name, distance, looks, tokens.is_floating_point()))
     next_ones = [(name, looks) for name, distance, looks, _ in found if distance == 1]
     masks = "MaskedLM" in type(asking.module).__name__  # which sees both ways, and is to say what it does not see

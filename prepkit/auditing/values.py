@@ -2,24 +2,128 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
 
-from attrs import define
-from torch import nn
+import torch
+from attrs import define, field
+from torch import Tensor, nn
+from torch.jit import _builtins
 
-from prepkit.facts.values import ValueFacts
+from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
+from prepkit.facts.values import Permuted, ValueFacts
+from prepkit.observe.prepared.around import around_calls, frames_above, is_of_library, line_of_program
+
+RESHAPES = ("view", "reshape")
+CASTS = ("long", "int", "short", "char", "byte", "to", "type")
+FEWEST = 16
+"""Of fewer numbers nothing is told."""
+MOST_NUMBERS = 1 << 16
+"""Of more, so many of all are looked at."""
+MOST_LOOKS = 8
+"""How often one line is looked at."""
+Place = tuple[CodeType, int]
+"""One call in the text of a program: of several in a line each is another."""
+NOTHING = Permuted(line="", function="", before=(), after=())
 
 
 @define(eq=False)
 class Computing:
     """Listens inside ``on()``."""
 
+    _shapes: dict[Place, Permuted | None] = field(factory=dict)
+    """By call what it does; None: that it did something else too."""
+    _emptied: dict[Place, tuple[str, str] | None] = field(factory=dict)
+    _looked: Counter[Place] = field(factory=Counter)
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        yield
+        with ExitStack() as stack:
+            for name in RESHAPES:
+                stack.enter_context(around_calls(Tensor, name, partial(self._reshapes, name)))
+            stack.enter_context(around_calls(torch, "reshape", partial(self._reshapes, "reshape")))
+            stack.enter_context(_known_to_scripts(torch.reshape, "aten::reshape"))
+            for name in CASTS:
+                stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
+            yield
 
     def facts(self, model: nn.Module | None) -> ValueFacts:
         """What was heard so far."""
-        return ValueFacts()
+        return ValueFacts(
+            permuted=tuple(one for one in self._shapes.values() if one is not None),
+            emptied=tuple(one for one in self._emptied.values() if one is not None),
+        )
+
+    def _reshapes(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
+        result = plain(*given, **named)
+        if not torch.compiler.is_compiling() and given and type(given[0]) in (Tensor, nn.Parameter):
+            before, after = given[0].shape, result.shape
+            if before != after and len(after) >= 2 and len(before) >= 2 and result.dtype == given[0].dtype:
+                self._reshaped(name, given[0], after)
+        return result
+
+    def _reshaped(self, name: str, tensor: Tensor, after: torch.Size) -> None:
+        frame = _caller()
+        if frame is None or self._shapes.get(place := _place(frame), NOTHING) is None:
+            return
+        order = permuted(tuple(tensor.shape), tuple(after))
+        call = call_at(frame, RESHAPES) if order else None
+        if not order or not tensor.is_contiguous() or was_padded(tensor):
+            self._shapes[place] = None
+        elif place not in self._shapes and not is_being_made(call) and not may_be_cut(tensor.shape, after, call):
+            line, before = line_of_program([frame]), tuple(tensor.shape)
+            known = order if 1 not in before else ()
+            self._shapes[place] = Permuted(line=line, function=name, before=before, after=tuple(after), order=known)
+
+    def _casts(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
+        result = plain(*given, **named)
+        if not torch.compiler.is_compiling() and given and type(given[0]) is Tensor and type(result) is Tensor:
+            to_whole = not result.dtype.is_floating_point and not result.dtype.is_complex
+            if given[0].is_floating_point() and to_whole and result.dtype != torch.bool:
+                self._cast(name, given[0])
+        return result
+
+    def _cast(self, name: str, tensor: Tensor) -> None:
+        frame = _caller()
+        if frame is None or tensor.numel() < FEWEST or tensor.is_meta:
+            return
+        place = _place(frame)
+        if self._looked[place] < MOST_LOOKS and self._emptied.get(place, ("", "")) is not None:
+            self._looked[place] += 1
+            told = (line_of_program([frame]), name) if _become_nothing(tensor.detach()) else None
+            self._emptied[place] = told
+
+
+def _become_nothing(numbers: Tensor) -> bool:
+    """Return whether they are fractions, all of them below 1, and not all the same."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return False
+    some = numbers.flatten()[:: numbers.numel() // MOST_NUMBERS + 1]
+    least, most = (float(one) for one in some.aminmax())
+    return -1 < least < most < 1
+
+
+def _caller() -> FrameType | None:
+    """The frame of the program that calls; None: a library calls."""
+    frame = next(frames_above(__file__), None)
+    return None if frame is None or is_of_library(frame) else frame
+
+
+def _place(frame: FrameType) -> Place:
+    return frame.f_code, frame.f_lasti
+
+
+@contextmanager
+def _known_to_scripts(function: Any, operator: str) -> Iterator[None]:
+    """Inside, ``torch.jit.script`` takes a function for this operator."""
+    table = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    table[id(function)] = operator
+    try:
+        yield
+    finally:
+        del table[id(function)]

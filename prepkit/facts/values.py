@@ -6,8 +6,24 @@ from attrs import frozen
 
 
 @frozen(kw_only=True)
+class Permuted:
+    """A ``view`` or ``reshape`` that gives sizes another order, where a permutation was meant."""
+
+    line: str
+    function: str
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    """Dimensions as ``permute`` would take them; empty: not known."""
+
+
+@frozen(kw_only=True)
 class ValueFacts:
-    """Values that a program has changed on the way, and how its weights began."""
+    """Values that a program has changed on the way."""
+
+    permuted: tuple[Permuted, ...] = ()
+    emptied: tuple[tuple[str, str], ...] = ()
+    """Lines that have made whole numbers of fractions, which are all 0 then, and the method."""
 
 
 @frozen(kw_only=True)

@@ -33,7 +33,7 @@ from prepkit.facts.run import (
     WrappedModule,
 )
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
-from prepkit.facts.values import BeginningFacts
+from prepkit.facts.values import BeginningFacts, Permuted, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -113,6 +113,12 @@ def asked(**found: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(forwards=(ForwardFacts(model="Net", **found),)))
 
 
+def computed(**found: Any) -> RunFacts:
+    """Facts with this of what a program computes on the way."""
+    return evolve(FINE, window=WindowFacts(values=ValueFacts(**found)))
+
+
+SCRAMBLED = Permuted(line="train.py:9", function="view", before=(2, 8, 6, 5), after=(2, 5, 48), order=(0, 3, 1, 2))
 BROKEN: dict[str, RunFacts] = {
     "run.clipped-nothing": told(clipped_past="train.py:31"),
     "run.engine-gated": told(gated=("train.py:31", 16, 4)),
@@ -120,6 +126,8 @@ BROKEN: dict[str, RunFacts] = {
     "run.adapters-frozen": told(frozen_adapters=("Classifier.body",)),
     "run.column-dropped": told(dropped=(("train.py:31", "weight"),)),
     "run.pixels-raw": told(raw_pixels=(("Net.enter", 255.0),)),
+    "run.view-permutes": computed(permuted=(SCRAMBLED, evolve(SCRAMBLED, before=(4, 3), after=(3, 4), order=(1, 0)))),
+    "run.cast-to-nothing": computed(emptied=(("train.py:9", "long"),)),
     "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
     "run.missed": with_optimizer(held=NAMES[1:]),
     "run.state-lost": with_optimizer(lost=3),

@@ -45,6 +45,7 @@ from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
 from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
 from tests.audit.terms_loops import RIGHT_TERMS, WRONG_TERMS
 from tests.audit.turned import RIGHT_TURNS, TURNED
+from tests.audit.values_loops import RIGHT_VALUES, WRONG_VALUES
 
 
 def float16_without_a_scaler(rank: int, world: int) -> None:
@@ -530,6 +531,7 @@ def pads_that_count(rank: int, world: int) -> None:
 
 
 WRONG: tuple[Loop, ...] = (
+    *WRONG_VALUES,
     *WRONG_SEQUENCES,
     *MISGIVEN,
     *TURNED,
@@ -600,5 +602,5 @@ WRONG: tuple[Loop, ...] = (
 )
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
-    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *WRONG),
+    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *WRONG),
 )

@@ -53,7 +53,7 @@ WARNINGS = _ids(
         "targets-alike "
         "units-alike norm-momentum layer-repeated state-carried "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
-        "column-dropped pixels-raw",
+        "column-dropped pixels-raw view-permutes cast-to-nothing",
     }
 )
 """What is said, and refuses nothing."""

@@ -1,0 +1,115 @@
+"""Programs that put values where they do not belong, or lose them, on the way to a loss; and their right neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from tests.audit.case import adam
+from tests.audit.loops import Loop, taken
+
+Change = Callable[[Tensor], Tensor]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def changed(name: str, shape: tuple[int, ...], change: Change, *, before: Change = lambda one: one) -> Loop:
+    """One step of a program that does this to a tensor of this shape."""
+
+    def run(rank: int, world: int) -> None:
+        x = change(before(drawn(*shape)))
+        model = nn.Linear(x.shape[-1], 4)
+        taken(model, adam(model), model(x).square().mean())
+
+    run.__name__ = name
+    return Loop(run)
+
+
+def compiled(rank: int, world: int) -> None:
+    model = nn.Linear(6, 4)
+    step = torch.compile(lambda x: model(x.transpose(1, 2).reshape(4, 5, 6)).square().mean(), backend="eager")
+    taken(model, adam(model), step(drawn(4, 6, 5)))
+
+
+def scripted(rank: int, world: int) -> None:
+    model = nn.Linear(6, 4)
+    taken(model, adam(model), torch.jit.script(joined)(model(drawn(4, 5, 6))).square().mean())
+
+
+def joined(one: Tensor) -> Tensor:
+    return torch.reshape(one, (20, 4)).view(-1)
+
+
+def indexed(name: str, numbers: Tensor, cast: Change) -> Loop:
+    """One step of a model of features that were made whole numbers."""
+
+    def run(rank: int, world: int) -> None:
+        table, model = nn.Embedding(40, 8), nn.Linear(8, 4)
+        both = nn.ModuleList([table, model])
+        whole = cast(numbers).long()
+        taken(both, adam(both), fn.cross_entropy(model(table(whole)), torch.arange(len(numbers)) % 4))
+
+    run.__name__ = name
+    return Loop(run)
+
+
+FRACTIONS = torch.linspace(-0.9, 0.9, 32)
+
+
+def wrong(rule: str, *loops: Loop) -> tuple[Loop, ...]:
+    return tuple(Loop(one.run, rule=rule) for one in loops)
+
+
+WRONG_VALUES: tuple[Loop, ...] = (
+    *wrong(
+        "run.view-permutes",
+        changed("image_viewed", (16, 16, 3), lambda x: x.view(3, 16, 16)),
+        changed("tags_viewed", (4, 12, 5), lambda x: x.view(4, 5, 12)),
+        changed("tags_viewed_that_divide", (4, 12, 6), lambda x: x.reshape(4, 6, 12)),
+        changed("features_reshaped", (4, 8, 6, 10), lambda x: torch.reshape(x, (len(x), 10, -1))),
+        changed("image_to_patches", (2, 5, 4, 4), lambda x: x.view(2, 16, 5)),
+        changed("heads_merged", (2, 4, 7, 6), lambda x: x.reshape(2, 7, 24)),
+        changed("two_directions_merged", (2, 8, 6), lambda x: x.view(8, -1)),
+    ),
+    *wrong("run.cast-to-nothing", indexed("fractions_as_classes", FRACTIONS, lambda one: one.to(torch.int64))),
+    *wrong(
+        "run.cast-to-nothing", indexed("fractions_typed", FRACTIONS.expand(2, 32)[0], lambda one: one.type(torch.int))
+    ),
+)
+RIGHT_VALUES: tuple[Loop, ...] = (
+    changed("one_row", (1, 8), lambda x: x.view(8, 1)),
+    changed("square", (8, 8), lambda x: x.view(8, 8)),
+    changed("images_flattened", (4, 3, 6, 5), lambda x: x.reshape(4, -1)),
+    changed("rows_merged", (4, 6, 5), lambda x: x.view(-1, 5)),
+    changed("rows_parted", (24, 5), lambda x: x.view(4, 6, 5)),
+    changed("frames_stacked", (24, 6), lambda x: x.view(6, -1)),
+    changed("frames_of_a_sample_stacked", (3, 12, 4), lambda x: x.view(3, x.shape[1] // 3, -1)),
+    changed(
+        "heads_parted_and_merged",
+        (2, 7, 24),
+        lambda x: x.view(2, 7, 4, 6).transpose(1, 2).transpose(1, 2).reshape(2, 7, 24),
+    ),
+    changed("heads_moved", (2, 4, 7, 6), lambda x: x.transpose(1, 2).reshape(2, 7, 24)),
+    changed("shifted_rows", (2, 5, 6), lambda x: x.view(2, 6, 5)[:, 1:]),
+    changed(
+        "padded_and_skewed",
+        (2, 5, 4),
+        lambda x: x.reshape(2, 9, 5),
+        before=lambda x: fn.pad(x.requires_grad_(), (0, 5)),
+    ),
+    changed("channels_shuffled", (2, 8, 3), lambda x: x.view(2, 2, 4, 3).transpose(1, 2).reshape(2, 8, 3)),
+    changed("permuted_before", (2, 5, 7), lambda x: x.transpose(1, 2).reshape(2, 5, 7)),
+    changed("made_anew", (6, 4), lambda x: torch.randn(6, 4).view(4, 6)),
+    Loop(compiled),
+    Loop(scripted),
+    indexed("one_hot", fn.one_hot(torch.arange(32) % 3).float()[:, 0], lambda one: one.long()),
+    indexed("constant_numbers", torch.full((32,), 0.5), lambda one: one.long()),
+    indexed("rounded", torch.linspace(0.1, 0.9, 32), lambda one: one.round().int()),
+    indexed("binned", torch.linspace(0, 0.99, 32), lambda one: (one * 40).long()),
+    indexed("few", torch.linspace(0, 0.99, 8), lambda one: one.long()),
+)
