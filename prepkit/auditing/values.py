@@ -52,7 +52,7 @@ class Computing:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             yield
 
-    def facts(self, model: nn.Module | None) -> ValueFacts:
+    def facts(self) -> ValueFacts:
         """What was heard so far."""
         return ValueFacts(
             permuted=tuple(one for one in self._shapes.values() if one is not None),

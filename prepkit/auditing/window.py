@@ -222,7 +222,7 @@ class Window:
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
             **self.ledger.told(),
             terms=self.terms.facts(),
-            values=self.values.facts(model),
+            values=self.values.facts(),
             libraries=self.libraries.facts(alive, self.called()),
             turns=self.turns.facts(),
             beginnings=self.beginnings.facts(model),
