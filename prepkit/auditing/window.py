@@ -211,7 +211,7 @@ class Window:
             terms=self.terms.facts(),
             values=self.values.facts(model),
             libraries=self.libraries.facts(),
-            turns=self.turns.facts(),
+            turns=self.turns.facts(scheduler, optimizer),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),

@@ -47,7 +47,7 @@ WARNINGS = _ids(
         "drift-options drift-still drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
         "trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
         "drops-evaluating shifted loss-bounded parts-overlap reseeded "
-        "others-gradients",
+        "others-gradients schedule-idle ticked-by-pass",
     }
 )
 """What is said, and refuses nothing."""
