@@ -224,7 +224,7 @@ class Window:
             terms=self.terms.facts(),
             values=self.values.facts(),
             libraries=self.libraries.facts(alive, self.called()),
-            turns=self.turns.facts(),
+            turns=self.turns.facts(scheduler, optimizer),
             beginnings=self.beginnings.facts(model),
             **self.beginnings.told(),
             rebuilt=self.rebuilt,

@@ -6,5 +6,22 @@ from attrs import frozen
 
 
 @frozen(kw_only=True)
+class ByPass:
+    """A schedule that is ticked once a pass, and is made for every step of all passes."""
+
+    scheduler: str
+    """Its class."""
+    line: str
+    """Where it is ticked."""
+    ticks: int
+    """For how many it is made."""
+    passes: int
+
+
+@frozen(kw_only=True)
 class TurnFacts:
     """How a program's loop stands to its schedules, wrappers and collectives."""
+
+    idle: tuple[str, str] = ("", "")
+    """Class of a scheduler of the optimizer that steps, which no line ticks, and the line that has made it."""
+    by_pass: ByPass | None = None

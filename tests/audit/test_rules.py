@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from prepkit.codec import from_data, to_data
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
+from prepkit.facts.loops import ByPass, TurnFacts
 from prepkit.facts.run import (
     AdapterFacts,
     AppliedFacts,
@@ -361,6 +362,13 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         scheduler=PreparedScheduler(name="OneCycleLR", drives_optimizer=True, horizon=24),
         window=WindowFacts(trainer="the Trainer", steps=24, ticks=3),
+    ),
+    "run.schedule-idle": evolve(FINE, window=WindowFacts(turns=TurnFacts(idle=("CosineAnnealingLR", "train.py:12")))),
+    "run.ticked-by-pass": evolve(
+        FINE,
+        window=WindowFacts(
+            turns=TurnFacts(by_pass=ByPass(scheduler="LambdaLR", line="train.py:24", ticks=80, passes=4))
+        ),
     ),
 }
 

@@ -53,7 +53,8 @@ WARNINGS = _ids(
         "targets-alike "
         "units-alike norm-momentum layer-repeated state-carried "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
-        "column-dropped pixels-raw view-permutes cast-to-nothing",
+        "column-dropped pixels-raw view-permutes cast-to-nothing "
+        "schedule-idle ticked-by-pass",
     }
 )
 """What is said, and refuses nothing."""

@@ -1,0 +1,109 @@
+"""What an audit says of programs by how their loops stand to their schedules, and that right ones hear nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAD = """import torch
+from torch.optim import lr_scheduler as rates
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 4), torch.randn(40, 2))
+loader = DataLoader(data, batch_size=4, shuffle=True)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+EPOCHS = 3
+
+
+def step(x, y):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+
+
+"""
+COSINE = "scheduler = rates.CosineAnnealingLR(optimizer, {})\n"
+IN_STEP = "for epoch in range(EPOCHS):\n    for x, y in loader:\n        step(x, y)\n        {}\n"
+BY_PASS = "for epoch in range(EPOCHS):\n    for at, (x, y) in enumerate(loader):\n        step(x, y)\n    {}\n"
+IN_PASS = """def train(epoch):
+    for x, y in loader:
+        step(x, y)
+
+
+for epoch in range(EPOCHS):
+    train(epoch)
+    scheduler.step()
+"""
+OF_ALL = "EPOCHS * len(loader)"
+PARTS = "parts = [rates.LinearLR(optimizer, 0.1), rates.CosineAnnealingLR(optimizer, 9)]\n"
+KEPT = """class Turns:
+    def __init__(self, things):
+        self.things = things
+
+    def turn(self):
+        for one in self.things:
+            one.step()
+
+
+turns = Turns([rates.CosineAnnealingLR(optimizer, EPOCHS)])
+"""
+OTHERS = """other = torch.nn.Linear(4, 2)
+other_scheduler = rates.StepLR(torch.optim.SGD(other.parameters(), 0.1), 5)
+"""
+PLATEAU = "plateau = rates.ReduceLROnPlateau(optimizer)\n"
+AVERAGED = "from torch.optim.swa_utils import SWALR\nswa = SWALR(optimizer, 0.05)\n"
+GOT = COSINE.format(3) + "tick = getattr(scheduler, 'step')\n"
+
+WRONG = {
+    "forgotten": (COSINE.format(3) + BY_PASS.format("print(scheduler.get_last_lr())"), "schedule-idle"),
+    "another's ticked": (COSINE.format(3) + OTHERS + BY_PASS.format("other_scheduler.step()"), "schedule-idle"),
+    "plateau forgotten": (PLATEAU + BY_PASS.format("pass"), "schedule-idle"),
+    "by pass": (COSINE.format(OF_ALL) + BY_PASS.format("scheduler.step()"), "ticked-by-pass"),
+    "by pass, in a function": (COSINE.format(OF_ALL) + IN_PASS, "ticked-by-pass"),
+}
+RIGHT = {
+    "by step": COSINE.format(OF_ALL) + IN_STEP.format("scheduler.step()"),
+    "for passes": COSINE.format("EPOCHS") + BY_PASS.format("scheduler.step()"),
+    "for passes, in a function": COSINE.format("EPOCHS") + IN_PASS,
+    "kept in a list": KEPT + BY_PASS.format("turns.turn()"),
+    "parts in a row": PARTS + "row = rates.SequentialLR(optimizer, parts, [3])\n" + IN_STEP.format("row.step()"),
+    "parts chained": PARTS + "chain = rates.ChainedScheduler(parts)\n" + IN_STEP.format("chain.step()"),
+    "plateau": PLATEAU + BY_PASS.format("plateau.step(1.0)"),
+    "averaged": AVERAGED + BY_PASS.format("swa.step()"),
+    "by a name": GOT + BY_PASS.format("tick()"),
+}
+
+
+def told(out: str) -> list[str]:
+    return [one.split()[1] for one in out.splitlines() if one.startswith(("error ", "warning "))]
+
+
+def alone(folder: Path, text: str) -> str:
+    """What an audit says in a process of its own: one that is forked has imported tests, which tick schedules."""
+    (folder / "train.py").write_text(text)
+    command = [sys.executable, "-m", "prepkit", "audit", "train.py"]
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_loop_that_misses_its_schedule_is_named_by_its_rule(tmp_path: Path, name: str) -> None:
+    text, rule = WRONG[name]
+    assert told(alone(tmp_path, HEAD + text)) == [f"run.{rule}"]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_loop_that_keeps_to_its_schedule_has_nothing_above_a_note(tmp_path: Path, name: str) -> None:
+    assert told(alone(tmp_path, HEAD + RIGHT[name])) == []
+
+
+def test_a_schedule_that_another_file_ticks_is_not_idle(tmp_path: Path) -> None:
+    (tmp_path / "helpers.py").write_text("def turned(thing):\n    thing.step()\n")
+    text = "from helpers import turned\n" + HEAD + COSINE.format("EPOCHS") + BY_PASS.format("turned(scheduler)")
+    assert told(alone(tmp_path, text)) == []
