@@ -19,7 +19,7 @@ COUNTS = frozenset({"epoch", "step", "global_step", "iteration", "iter", "it", "
 
 
 @define(eq=False)
-class Checkpoints:
+class HeardLoads:
     """Listens inside ``on()``."""
 
     _optimizers: dict[str, None] = field(factory=dict)

@@ -35,7 +35,7 @@ MEANT = re.compile(r"requires_grad|is_trainable|freez|frozen")
 
 
 @define(eq=False)
-class Asked:
+class LibraryCalls:
     """Listens inside ``on()``."""
 
     _clipped: list[tuple[str, list[weakref.ref[Any]]]] = field(factory=list)

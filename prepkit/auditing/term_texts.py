@@ -32,7 +32,7 @@ _SUMS = frozenset({"Mean", "Sum", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Vi
 
 
 @frozen(eq=False)
-class Term:
+class Summand:
     """One of the summands of a loss in the text: the factors that are no plain numbers, and its sign."""
 
     factors: tuple[ast.expr, ...]
@@ -46,7 +46,7 @@ class Text:
     frame: FrameType
     body: ast.AST
 
-    def terms(self) -> list[Term]:
+    def terms(self) -> list[Summand]:
         """What the loss is the sum of, as far as names and sums say it; nothing: that is not known."""
         loss = self.loss()
         found = [] if loss is None else [*self._summands(loss, 1.0, self.frame.f_lineno, 0)]
@@ -71,7 +71,7 @@ class Text:
                 return given.args[0] if scales and isinstance(given, ast.Call) else given
         return None
 
-    def _summands(self, node: ast.expr, sign: float, before: int, depth: int) -> Iterator[Term]:
+    def _summands(self, node: ast.expr, sign: float, before: int, depth: int) -> Iterator[Summand]:
         match node:
             case ast.BinOp(left, ast.Add() | ast.Sub(), right):
                 yield from self._summands(left, sign, before, depth)
@@ -85,7 +85,7 @@ class Text:
                 value = known(self.frame, node)
                 grows = isinstance(value, Tensor) and value.requires_grad and not _KL.search(name)
                 if not chain or (depth and not (grows and any(map(_is_sum, chain)))):
-                    yield Term((node,), sign)
+                    yield Summand((node,), sign)
                     return
                 for one in chain:
                     adds = not isinstance(one, ast.AugAssign) or isinstance(one.op, ast.Add | ast.Sub)
@@ -93,9 +93,9 @@ class Text:
                     if adds:
                         yield from self._summands(one.value, turned, one.lineno - 1, depth + 1)
             case _:
-                yield Term((node,), sign)
+                yield Summand((node,), sign)
 
-    def _product(self, left: ast.expr, right: ast.expr, sign: float, before: int, depth: int) -> Iterator[Term]:
+    def _product(self, left: ast.expr, right: ast.expr, sign: float, before: int, depth: int) -> Iterator[Summand]:
         numbers = [_number(self.frame, one) for one in (left, right)]
         if numbers.count(None) == 1:
             number = next(one for one in numbers if one is not None)
@@ -103,7 +103,7 @@ class Text:
             if number:
                 yield from self._summands(inside, sign if number > 0 else -sign, before, depth)
         else:
-            yield Term(tuple(one for one in (left, right) if not isinstance(one, ast.Constant)), sign)
+            yield Summand(tuple(one for one in (left, right) if not isinstance(one, ast.Constant)), sign)
 
 
 def text_of(frames: Iterable[FrameType]) -> Text | None:
@@ -119,7 +119,7 @@ def text_of(frames: Iterable[FrameType]) -> Text | None:
     return Text(frame, max(around, key=lambda one: one.lineno)) if around else None
 
 
-def constants(text: Text, terms: list[Term], trained: set[int]) -> Iterator[ConstantTerm]:
+def constants(text: Text, terms: list[Summand], trained: set[int]) -> Iterator[ConstantTerm]:
     """Yield the terms without a graph that are made of what trains; ``trained``: ``id``s of what the loss trains."""
     loss = text.loss()
     summed = set() if loss is None else _names(loss)
@@ -133,7 +133,7 @@ def constants(text: Text, terms: list[Term], trained: set[int]) -> Iterator[Cons
                     break
 
 
-def divergences(text: Text, terms: list[Term]) -> Iterator[OddDivergence]:
+def divergences(text: Text, terms: list[Summand]) -> Iterator[OddDivergence]:
     """Yield the divergences in closed form whose sign in the loss is not that of a divergence."""
     for term in terms:
         for factor in term.factors:

@@ -26,7 +26,7 @@ MOST_NUMBERS = 1 << 16
 """Of more, so many of all are looked at."""
 MOST_LOOKS = 8
 """How often one line is looked at."""
-Place = tuple[CodeType, int]
+CallPlace = tuple[CodeType, int]
 """One call in the text of a program: of several in a line each is another."""
 NOTHING = Permuted(line="", function="", before=(), after=())
 
@@ -35,10 +35,10 @@ NOTHING = Permuted(line="", function="", before=(), after=())
 class Computing:
     """Listens inside ``on()``."""
 
-    _shapes: dict[Place, Permuted | None] = field(factory=dict)
+    _shapes: dict[CallPlace, Permuted | None] = field(factory=dict)
     """By call what it does; None: that it did something else too."""
-    _emptied: dict[Place, tuple[str, str] | None] = field(factory=dict)
-    _looked: Counter[Place] = field(factory=Counter)
+    _emptied: dict[CallPlace, tuple[str, str] | None] = field(factory=dict)
+    _looked: Counter[CallPlace] = field(factory=Counter)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -114,7 +114,7 @@ def _caller() -> FrameType | None:
     return None if frame is None or is_of_library(frame) else frame
 
 
-def _place(frame: FrameType) -> Place:
+def _place(frame: FrameType) -> CallPlace:
     return frame.f_code, frame.f_lasti
 
 

@@ -27,10 +27,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from prepkit.auditing import workers
 from prepkit.auditing.beginnings import Beginnings
-from prepkit.auditing.checkpoints import Checkpoints, kept_alive
+from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.ledger import Ledger
-from prepkit.auditing.libraries import Asked
+from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.loops import Turning
 from prepkit.auditing.losses import Losses, leads_to_parameter
@@ -55,7 +55,7 @@ from prepkit.observe.prepared.around import (
     ticked_in_loop,
 )
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
-from prepkit.observe.prepared.mixing import aliased, mixes_itself, never_updated, rebound
+from prepkit.observe.prepared.mixing import averages
 from prepkit.observe.prepared.modules import elsewhere, float16_units, generator
 from prepkit.observe.prepared.optimizers import engines, inner
 from prepkit.observe.prepared.trainers import planned
@@ -64,7 +64,7 @@ from prepkit.ranks.arrivals import Arrivals
 DIVIDES = ("DivBackward0", "MulBackward0")
 BETWEEN = ("isend", "irecv", "all_to_all", "all_to_all_single")
 """Calls by which ranks send each other what is no gradient of a parameter."""
-HANDS = ("isend", "irecv")
+HANDS = BETWEEN[:2]
 """Those between two ranks, which ``send`` and ``recv`` make too."""
 SENDS = (*BETWEEN, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 COLLECTIVES = tuple(f"distributed/{one}.py" for one in ("distributed_c10d", "c10d_logger", "nn/functional"))
@@ -101,10 +101,10 @@ class Window:
     losses: Losses = field(factory=Losses)
     loads: Loads = field(factory=Loads)
     ledger: Ledger = field(factory=Ledger)
-    checkpoints: Checkpoints = field(factory=Checkpoints)
+    checkpoints: HeardLoads = field(factory=HeardLoads)
     terms: Terms = field(factory=Terms)
     values: Computing = field(factory=Computing)
-    libraries: Asked = field(factory=Asked)
+    libraries: LibraryCalls = field(factory=LibraryCalls)
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
     folder: str = ""
@@ -196,14 +196,7 @@ class Window:
             clipped_shards=any(map(self._clipped_here, alive)),
             squashed=tuple(self.losses.squashed),
             misgiven=self.losses.told(),
-            loaded=self.loads.lost(),
-            loaded_itself=tuple(self.loads.itself),
-            kept_alive=tuple(dict.fromkeys(kept_alive())),
-            overwritten=tuple(self.loads.overwritten()),
-            unresumed=self.checkpoints.left(optimizer, scheduler),
             alike=tuple(self.forwards.alike),
-            rebound=tuple(rebound()),
-            untied=tuple(self.loads.untied()),
             untouched=frozenset(() if hidden else (name for name, param in named.items() if param.grad is None)),
             idle=tuple(self._idle()),
             unheld=tuple(self._unheld(alive, first.keys())),
@@ -220,13 +213,9 @@ class Window:
             overlap=overlap(alive),
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
-            **self.ledger.told(),
-            terms=self.terms.facts(),
-            values=self.values.facts(),
-            libraries=self.libraries.facts(alive, self.called()),
-            turns=self.turns.facts(scheduler, optimizer),
-            beginnings=self.beginnings.facts(model),
-            **self.beginnings.told(),
+            **self.told(),
+            **self._loaded(optimizer, scheduler),
+            **self._rooms(alive, model, scheduler, optimizer),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),
@@ -235,13 +224,30 @@ class Window:
             recompiled=recompiled(),
             text=self.text,
             again=tuple(_again(optimizer, first)),
-            mixed=tuple(mixes_itself()),
-            aliased=tuple(dict.fromkeys(aliased())),
-            never_updated=tuple(never_updated(alive)),
+            **averages(alive),
             trainer=trainer,
             steps=steps,
             ticks=ticks,
         )
+
+    def _rooms(self, alive: list[Any], model: nn.Module | None, scheduler: Any, optimizer: Any) -> dict[str, Any]:
+        return {
+            "terms": self.terms.facts(),
+            "values": self.values.facts(),
+            "libraries": self.libraries.facts(alive, self.called()),
+            "turns": self.turns.facts(scheduler, optimizer),
+            "beginnings": self.beginnings.facts(model),
+        }
+
+    def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+        """What became of what was loaded, and of what is kept to be loaded."""
+        return {
+            "loaded": self.loads.lost(),
+            "untied": tuple(self.loads.untied()),
+            "overwritten": tuple(self.loads.overwritten()),
+            "unresumed": self.checkpoints.left(optimizer, scheduler),
+            "kept_alive": tuple(dict.fromkeys(kept_alive())),
+        }
 
     def _enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None] | None:
         if next(module.parameters(), None) is not None:

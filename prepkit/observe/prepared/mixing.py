@@ -234,3 +234,13 @@ def never_updated(alive: Sequence[Any]) -> Iterator[str]:
     for name in dict.fromkeys(type(one).__name__ for one in made):
         if any(name in text for text in texts) and not any("update_parameters" in text for text in texts):
             yield name
+
+
+def averages(alive: Sequence[Any]) -> dict[str, Any]:
+    """What is wrong with averages of weights, and with models that are to rest, as fields of ``WindowFacts``."""
+    return {
+        "mixed": tuple(mixes_itself()),
+        "rebound": tuple(rebound()),
+        "aliased": tuple(dict.fromkeys(aliased())),
+        "never_updated": tuple(never_updated(alive)),
+    }

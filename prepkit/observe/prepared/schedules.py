@@ -142,19 +142,19 @@ def _leads_to(value: Any, scheduler: Any) -> bool:
     return any(one is scheduler for one in (value, *held)) and value is not scheduler.optimizer
 
 
-Loop = ast.For | ast.AsyncFor | ast.While
+ForLoop = ast.For | ast.AsyncFor | ast.While
 
 
-def _loops_around(frames: Iterable[FrameType]) -> Iterator[tuple[FrameType, Loop]]:
+def _loops_around(frames: Iterable[FrameType]) -> Iterator[tuple[FrameType, ForLoop]]:
     """Loops of the program around the line that runs now, the innermost first."""
     for frame in (one for one in frames if not is_of_library(one)):
         found = [
-            one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, Loop) and _around(one, frame)
+            one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ForLoop) and _around(one, frame)
         ]
         yield from ((frame, one) for one in sorted(found, key=lambda one: -one.lineno))
 
 
-def _around(loop: Loop, frame: FrameType) -> bool:
+def _around(loop: ForLoop, frame: FrameType) -> bool:
     return frame.f_code.co_firstlineno <= loop.lineno <= frame.f_lineno <= (loop.end_lineno or 0)
 
 
@@ -191,13 +191,13 @@ def _is_all(ticks: int, passes: int, batches: int) -> bool:
     )
 
 
-def _ticks_in(loop: Loop, frame: FrameType, scheduler: Any) -> list[int]:
+def _ticks_in(loop: ForLoop, frame: FrameType, scheduler: Any) -> list[int]:
     """Lines in a loop that tick this scheduler."""
     calls = (one for one in ast.walk(loop) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute))
     owners = [(one.lineno, known(frame, one.func.value)) for one in calls if _name(one.func) == "step"]  # type: ignore[attr-defined]
     return [line for line, one in owners if one is scheduler or getattr(one, "scheduler", None) is scheduler]
 
 
-def _may_tick_in(loop: Loop, frame: FrameType, scheduler: Any) -> bool:
+def _may_tick_in(loop: ForLoop, frame: FrameType, scheduler: Any) -> bool:
     found = (one.value for one in ast.walk(loop) if isinstance(one, ast.Attribute) and one.attr == "step")
     return any(not _is_other(one, scheduler, [frame], set()) for one in found)
