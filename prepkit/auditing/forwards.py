@@ -183,7 +183,9 @@ def _asked(
         told = ForwardFacts(model=type(module).__name__, drops=tuple(asking.drops))
         again = asking.outputs()
         if again is not None and all(map(_equal, first, again)):  # else it draws, or remembers
-            told = evolve(told, mixed=_mixed(asking, first, sizes), **_ahead(asking, first, losses, returned))
+            mixed = _mixed(asking, first, sizes)
+            placed = mixed is None and _placed(asking, first, sizes)
+            told = evolve(told, mixed=mixed, placed=placed, **_ahead(asking, first, losses, returned))
             told = evolve(told, **_padded(asking, losses))
         told = evolve(told, holds=next((one for loss in losses if (one := _held(asking, loss))), ""))
     yield told
@@ -215,6 +217,19 @@ def _mixed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> Sampl
                 return None
             return SamplesMixed(path=name, kind=kind, batch=size, time_first=first_dim is False)
     return None
+
+
+def _placed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> bool:
+    """Whether what it says of samples is another thing where all have changed places."""
+    given = [*tensors((asking.call.args, asking.call.kwargs))]
+    size = next((one.shape[0] for one in given if one.dim() and one.shape[0] in sizes), 0)
+    of_batch = any(one.dim() > 1 and one.shape[0] == size for one in asking.module.parameters(recurse=False))
+    named = "ensemble" in " ".join(type(one).__name__.lower() for one in asking.module.modules())
+    if size < 3 or any(size in one.shape[1:] for one in given) or _on_purpose(asking.module) or named or of_batch:
+        return False
+    after = asking.outputs(lambda one: one.roll(1, 0) if one.dim() and one.shape[0] == size else one)
+    pairs = [(a, b) for a, b in zip(first, after or (), strict=False) if a.shape == b.shape and len(a.shape)]
+    return any(a.shape[0] == size and _far(a.roll(1, 0), b) for a, b in pairs)
 
 
 def _on_purpose(module: nn.Module) -> bool:

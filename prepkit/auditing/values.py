@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,7 +18,18 @@ from torch.jit import _builtins
 
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
 from prepkit.facts.values import Permuted, ValueFacts
-from prepkit.observe.prepared.around import around_calls, frames_above, is_of_library, line_of_program
+from prepkit.observe.prepared.around import (
+    Line,
+    around_calls,
+    frames_above,
+    innermost,
+    is_of_library,
+    line_of_program,
+    lines_of_program,
+    nodes,
+    own_frames,
+    parsed,
+)
 
 RESHAPES = ("view", "reshape")
 CASTS = ("long", "int", "short", "char", "byte", "to", "type")
@@ -39,6 +52,8 @@ class Computing:
     """By call what it does; None: that it did something else too."""
     _emptied: dict[CallPlace, tuple[str, str] | None] = field(factory=dict)
     _looked: Counter[CallPlace] = field(factory=Counter)
+    _seeds: dict[str, tuple[int, list[Line]]] = field(factory=dict)
+    """By line of the program the last number that it has seeded torch with, and where it stands."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -50,6 +65,7 @@ class Computing:
             stack.enter_context(_known_to_scripts(torch.reshape, "aten::reshape"))
             for name in CASTS:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
+            stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
             yield
 
     def facts(self) -> ValueFacts:
@@ -57,7 +73,22 @@ class Computing:
         return ValueFacts(
             permuted=tuple(one for one in self._shapes.values() if one is not None),
             emptied=tuple(one for one in self._emptied.values() if one is not None),
+            reseeded=tuple(self._reseeded()),
+            not_called=tuple(_not_called()),
         )
+
+    def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
+        frames = list(frames_above(__file__))
+        if isinstance(seed, int):
+            self._seeds[line_of_program(frames)] = seed, lines_of_program(frames)
+        return plain(seed, *given)
+
+    def _reseeded(self) -> Iterator[tuple[str, int]]:
+        """Lines that seed in each step with one number that is written out, and that nobody has put back since."""
+        now = lines_of_program(frames_above(__file__))
+        for line, (seed, stands) in self._seeds.items():
+            if torch.initial_seed() == seed and stands and _as_often(stands, now) and _is_written_out(stands[0], seed):
+                yield line, seed
 
     def _reshapes(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         result = plain(*given, **named)
@@ -127,3 +158,36 @@ def _known_to_scripts(function: Any, operator: str) -> Iterator[None]:
         yield
     finally:
         del table[id(function)]
+
+
+def _is_written_out(stands: Line, number: int) -> bool:
+    """Return whether a call in a line is given this number as a constant."""
+    calls = (one for one in nodes(parsed(stands[0].co_filename)) if isinstance(one, ast.Call))
+    given = (arg for one in calls if one.lineno == stands[1] for arg in one.args)
+    return any(isinstance(one, ast.Constant) and one.value == number for one in given)
+
+
+def _not_called() -> Iterator[tuple[str, str]]:
+    """Yield lines of the files whose functions run that name a method and do not call it: ``model.eval``."""
+    for file in dict.fromkeys(one.f_code.co_filename for one in own_frames()):
+        for one in nodes(parsed(file)):
+            match one:
+                case ast.Expr(value=ast.Attribute(attr=name)) if name in DOING:
+                    yield f"{Path(file).name}:{one.lineno}", ast.unparse(one.value)
+
+
+DOING = frozenset({"eval", "train", "zero_grad", "step", "backward", "update", "barrier", "close", "flush"})
+"""Methods whose name alone does nothing."""
+
+
+def _as_often(before: Iterable[Line], now: Iterable[Line]) -> bool:
+    """Return whether a line ran as often as the one that runs now: in the innermost loop around it, under no ``if``."""
+    known = dict(reversed([*before]))
+    for code, line in now:
+        begin, end = innermost(code, line)
+        if begin:
+            first = known.get(code, 0)
+            ifs = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.If)]
+            chosen = any(begin <= one.lineno <= first <= (one.end_lineno or 0) for one in ifs)
+            return begin <= first <= end and not chosen
+    return False

@@ -24,6 +24,10 @@ class ValueFacts:
     permuted: tuple[Permuted, ...] = ()
     emptied: tuple[tuple[str, str], ...] = ()
     """Lines that have made whole numbers of fractions, which are all 0 then, and the method."""
+    reseeded: tuple[tuple[str, int], ...] = ()
+    """Lines of a step that seed torch's generator, and the number that is the same in each step."""
+    not_called: tuple[tuple[str, str], ...] = ()
+    """Lines that name a method and do not call it, and what they say."""
 
 
 @frozen(kw_only=True)

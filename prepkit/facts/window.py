@@ -141,6 +141,8 @@ class ForwardFacts:
     """Whether every place learns the token behind the next one."""
     padded: str = ""
     """The input whose pads change what the model says of a sample."""
+    placed: bool = False
+    """Whether what it says of a sample depends on its place in the batch."""
     holds: str = ""
     """Where in an input the number stands that each sample is to give: ``x[:, 23]``; empty: nowhere."""
     learned: str = ""

@@ -334,6 +334,7 @@ for at in range(12):
 @pytest.mark.parametrize(
     ("text", "steps", "said"),
     [
+        (PERTURBS + "model.eval\n", 1, "run.not-called at train.py:22: `model.eval` names the method"),
         (AVERAGES, 1, "run.average-idle at model: train.py:10: old = 0.9 * old + 0.1 * new binds a name"),
         (AVERAGES.replace("old = 0.9 * old + 0.1 * new", "old.mul_(0.9).add_(new, alpha=0.1)"), 1, ""),
         (PERTURBS, 3, ""),
@@ -347,6 +348,7 @@ for at in range(12):
         (ANEW.replace("torch.optim.Adam(model.parameters(), 1e-3)", "torch.optim.SGD(model.parameters(), 0.1)"), 8, ""),
     ],
     ids=[
+        "not called",
         "bound to a name",
         "mixed",
         "sharpness-aware",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.audit.case import adam
 from tests.audit.loops import Loop, taken
@@ -123,6 +124,61 @@ def forecasts(ahead: int) -> Callable[[], None]:
     return run
 
 
+class Positioned(nn.Module):
+    """Adds what it counts along a dimension."""
+
+    def __init__(self, along: int) -> None:
+        super().__init__()
+        self.along, self.out = along, nn.Linear(8, 4)
+        self.register_buffer("counts", torch.randn(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = self.counts[: x.shape[self.along]]
+        return self.out((x + (counts[:, None] if self.along == 0 else counts)).mean(1))
+
+
+def positions(along: int) -> Callable[[], None]:
+    def run() -> None:
+        torch.manual_seed(0)
+        model = Positioned(along)
+        optimizer = adam(model)
+        for x, y in DataLoader(TensorDataset(torch.randn(36, 5, 8), torch.randint(4, (36,))), batch_size=12):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+    return run
+
+
+def seeded(where: str) -> Callable[[], None]:
+    def run() -> None:
+        torch.manual_seed(7)
+        model = layers()
+        optimizer = adam(model)
+        for at in range(3):
+            if where == "of the step":
+                torch.manual_seed(at)
+            elif where == "put back":
+                with torch.random.fork_rng():
+                    torch.manual_seed(1234)
+                    model(torch.randn(2, 8))
+            x, y = batch()
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+    return run
+
+
+def seeds_each_step() -> None:
+    model = layers()
+    optimizer = adam(model)
+    for _ in range(3):
+        torch.manual_seed(1234)
+        x, y = batch()
+        optimizer.zero_grad()
+        fn.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
 def segments(dim: int) -> Callable[[], None]:
     def run() -> None:
         torch.manual_seed(0)
@@ -219,6 +275,10 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "scripted": scripted,
         "copy_loaded": loads(lambda model: copy.deepcopy(model.state_dict())),
         "value_behind_the_window": forecasts(1),
+        "positions_of_a_sequence": positions(1),
+        "seeded_once": seeded("nowhere"),
+        "seeded_by_step": seeded("of the step"),
+        "seeded_and_put_back": seeded("put back"),
         "initialised_and_loaded": initialised("before"),
         "shrunk_and_perturbed": initialised("a little"),
         "edited_and_loaded": loads(lambda model: {key: 0.5 * one for key, one in model.state_dict().items()}),
@@ -234,6 +294,8 @@ TURNED: tuple[Loop, ...] = tuple(
         ("one_view_twice", views(lambda x: x.clone()), "run.calls-alike"),
         ("softmax_of_columns", segments(-1), "run.loss-bounded"),
         ("last_value_of_the_window", forecasts(0), "run.target-given"),
+        ("positions_of_the_batch", positions(0), "run.samples-placed"),
+        ("seeded_in_each_step", seeds_each_step, "run.reseeded-steps"),
         ("loaded_and_initialised", initialised("behind"), "run.loaded-overwritten"),
         ("rate_of_a_rate", scheduled(lambda at: 3e-3 * min(1.0, (at + 1) / 20), 3e-3), "run.rate-squared"),
     )

@@ -48,7 +48,7 @@ WARNINGS = _ids(
         "trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
         "drops-evaluating shifted loss-bounded parts-overlap reseeded "
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
-        "target-given best-aliased loaded-overwritten resumed-part "
+        "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative "
         "targets-alike "
         "units-alike norm-momentum layer-repeated state-carried "

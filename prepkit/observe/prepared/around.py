@@ -238,7 +238,7 @@ def reads_gradients() -> bool:
 def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
     """Return whether the innermost loop of the program around the lines that run now ticks this scheduler."""
     for frame in (one for one in frames if scheduler is not None and not is_of_library(one)):
-        begin, end = _innermost(frame.f_code, frame.f_lineno)
+        begin, end = innermost(frame.f_code, frame.f_lineno)
         if begin:
             calls = (one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call))
             methods = (one.func for one in calls if begin <= one.lineno <= end and isinstance(one.func, ast.Attribute))
@@ -247,7 +247,7 @@ def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
     return False
 
 
-def _innermost(code: CodeType, line: int) -> tuple[int, int]:
+def innermost(code: CodeType, line: int) -> tuple[int, int]:
     """First and last line of the innermost loop around a line of a function; zeros: there is none."""
     spans = _loops(code.co_filename)
     around = [(begin, end) for begin, end in spans if begin <= line <= end and begin >= code.co_firstlineno]

@@ -62,6 +62,13 @@ def _learns_pads(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.model, f"The loss counts places that are pads in {one.learned}.")
 
 
+def _placed(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.placed:
+            what = "What it says of a sample depends on its place in the batch, as of positions counted along the batch"
+            yield Hit(one.model, f"{what}: it says something else where all samples have moved by one.")
+
+
 def _holds(facts: RunFacts) -> Iterator[Hit]:
     for one in _forwards(facts):
         if one.holds:
@@ -143,6 +150,15 @@ RULES: tuple[Rule, ...] = (
         check=_alike,
         at=(Moment.AUDIT,),
         fix="Augment each view by itself, and return a copy of a sample where an augmentation writes in place.",
+        severity=Severity.WARNING,
+        source=("torch Module.forward",),
+    ),
+    Rule(
+        id="run.samples-placed",
+        summary="What a model says of a sample is the same wherever it stands in the batch.",
+        check=_placed,
+        at=(Moment.AUDIT,),
+        fix="Count positions along the dimension of the sequence: of (N, T, C), with batch_first=True, x.size(1).",
         severity=Severity.WARNING,
         source=("torch Module.forward",),
     ),

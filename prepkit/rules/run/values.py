@@ -27,6 +27,17 @@ def _empties(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{method} makes whole numbers of fractions between -1 and 1: all of them are 0 then.")
 
 
+def _reseeds(facts: RunFacts) -> Iterator[Hit]:
+    for line, seed in _values(facts).reseeded:
+        what = f"torch.manual_seed({seed}) runs in each step: each draws the same noise, masks and samples as the last."
+        yield Hit(line, what)
+
+
+def _not_called(facts: RunFacts) -> Iterator[Hit]:
+    for line, said in _values(facts).not_called:
+        yield Hit(line, f"`{said}` names the method, and does not call it.", f"Write {said}().")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.view-permutes",
@@ -45,6 +56,24 @@ RULES: tuple[Rule, ...] = (
         fix="Leave the cast out; for classes, cast the column of classes, before anything is normalised.",
         severity=Severity.WARNING,
         source=("torch Tensor.long",),
+    ),
+    Rule(
+        id="run.reseeded-steps",
+        summary="Each step draws other random numbers.",
+        check=_reseeds,
+        at=(Moment.AUDIT,),
+        fix="Seed once, before the loop.",
+        severity=Severity.WARNING,
+        source=("torch.manual_seed",),
+    ),
+    Rule(
+        id="run.not-called",
+        summary="A method that is named in a line of its own is called.",
+        check=_not_called,
+        at=(Moment.AUDIT,),
+        fix="Write the brackets.",
+        severity=Severity.WARNING,
+        source=("Python",),
     ),
 )
 """Reporting order."""
