@@ -190,4 +190,6 @@ def _as_often(before: Iterable[Line], now: Iterable[Line]) -> bool:
             ifs = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.If)]
             chosen = any(begin <= one.lineno <= first <= (one.end_lineno or 0) for one in ifs)
             return begin <= first <= end and not chosen
+        if code.co_name == "<module>":
+            return False  # what runs the program may do so in a loop
     return False
