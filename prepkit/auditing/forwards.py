@@ -42,8 +42,7 @@ CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 
 LARGE = 1 << 22
 """Elements up to which what two calls were given is compared."""
-FEW = 8
-"""Samples from which on it is no chance that all targets stand in an input."""
+FEW = 8  # samples from which on it is no chance that all targets stand in an input
 NODES = 4096
 """Of a graph that are looked at."""
 
@@ -223,9 +222,10 @@ def _placed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> bool
     """Whether what it says of samples is another thing where all have changed places."""
     given = [*tensors((asking.call.args, asking.call.kwargs))]
     size = next((one.shape[0] for one in given if one.dim() and one.shape[0] in sizes), 0)
-    of_batch = any(one.dim() > 1 and one.shape[0] == size for one in asking.module.parameters(recurse=False))
+    kept = (one for module in asking.module.modules() for one in tensors(vars(module)))
+    own = any(size in one.shape for one in kept)  # a state, or a weight, of each row
     named = "ensemble" in " ".join(type(one).__name__.lower() for one in asking.module.modules())
-    if size < 3 or any(size in one.shape[1:] for one in given) or _on_purpose(asking.module) or named or of_batch:
+    if size < 3 or any(size in one.shape[1:] for one in given) or _on_purpose(asking.module) or named or own:
         return False
     after = asking.outputs(lambda one: one.roll(1, 0) if one.dim() and one.shape[0] == size else one)
     pairs = [(a, b) for a, b in zip(first, after or (), strict=False) if a.shape == b.shape and len(a.shape)]
