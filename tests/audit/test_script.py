@@ -330,7 +330,7 @@ class Stream(IterableDataset[torch.Tensor]):
 def test_what_prepkit_itself_raises_is_not_laid_on_the_script() -> None:
     def failing() -> Exception:
         try:
-            window._sizes(None)  # type: ignore[arg-type]
+            window.sizes_of(None)  # type: ignore[arg-type]
         except TypeError as error:
             return error
         raise AssertionError
