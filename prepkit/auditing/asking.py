@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above, line_of_program
+from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.reading import generators_kept
 
 SENDS = frozenset(

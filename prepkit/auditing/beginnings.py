@@ -23,7 +23,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from prepkit.auditing.carried import Carried
 from prepkit.facts.values import BeginningFacts
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import around_calls, frames_above, is_of_library, nodes, parsed
+from prepkit.observe.prepared.around import frames_above, is_of_library, nodes, parsed
+from prepkit.observe.prepared.instead import around_calls
 
 KEPT = (0.9, 1.0)
 """From the first to below the second a momentum is what Keras calls so; 1.0 takes the last batch alone, on purpose."""
@@ -85,14 +86,9 @@ def _alike(root: nn.Module) -> Iterator[tuple[str, int]]:
     for path, layer in root.named_modules():
         if isinstance(layer, nn.Linear | _ConvNd) and not isinstance(layer, nn.LazyLinear):
             weight, bias, grad = layer.weight, layer.bias, layer.weight.grad
-            grouped = getattr(layer, "groups", 1) > 1
-            if (
-                grad is None
-                or grouped
-                or not (bias is None or bias.numel())
-                or not weight.requires_grad
-                or isinstance(weight, DTensor)
-            ):
+            empty = bias is not None and not bias.numel()  # of a rank that holds none of it
+            apart = empty or getattr(layer, "groups", 1) > 1 or isinstance(weight, DTensor)
+            if grad is None or apart or not weight.requires_grad:
                 continue
             turned = isinstance(layer, _ConvTransposeNd)
             units, moves = (one.transpose(0, 1) if turned else one for one in (weight.detach(), grad))

@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 
 LAYERS = (nn.RNN, nn.LSTM, nn.GRU)
 CELLS = (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
@@ -52,10 +52,8 @@ class Carried:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(_BaseDataLoaderIter, "__next__", self._reads))
-            plain = {kind: kind.forward for kind in (*LAYERS, *CELLS)}
-            for kind in plain:
+            for kind in (*LAYERS, *CELLS):
                 stack.enter_context(around_calls(kind, "forward", self._runs))
-            stack.enter_context(around_calls(torch.jit, "script", partial(_scripts, plain)))
             yield
 
     def _reads(self, plain: Callable[..., Any], reading: Any) -> Any:
@@ -101,20 +99,3 @@ def _draws(reading: Any) -> str:
     drawn = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
     shuffles = isinstance(sampler, DistributedSampler) and sampler.shuffle
     return type(sampler).__name__ if drawn or shuffles else ""
-
-
-BETWEEN_FRAMES = 2
-"""Between a program and ``torch.jit.script``, which looks names up in the frame of who calls it."""
-
-
-def _scripts(forwards: dict[Any, Any], plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Scripts with the forwards of torch, whose text it reads."""
-    ours = {kind: kind.forward for kind in forwards}
-    try:
-        for kind, forward in forwards.items():
-            kind.forward = forward
-        kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + BETWEEN_FRAMES
-        return plain(*args, **kwargs)
-    finally:
-        for kind, forward in ours.items():
-            kind.forward = forward

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from prepkit.observe.prepared.around import around_calls, nodes, parsed, texts_of_program
+from prepkit.observe.prepared.around import nodes, parsed, texts_of_program
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.optimizers import inner
 
 COUNTS = frozenset({"epoch", "step", "global_step", "iteration", "iter", "it", "start_epoch", "epochs_run", "iter_num"})

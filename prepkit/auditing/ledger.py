@@ -19,13 +19,13 @@ from prepkit.auditing.running import alive
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import (
     Line,
-    around_calls,
     frames_above,
     line_of_program,
     lines_of_program,
     loops_have,
     reads_gradients,
 )
+from prepkit.observe.prepared.instead import around_calls
 
 AGAIN = 3
 """So many optimizers of one line say that it makes one for each step."""

@@ -20,7 +20,6 @@ from prepkit.auditing.pixels import Pixels
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.observe.prepared.around import (
     Line,
-    around_calls,
     frames_above,
     in_one_loop,
     line_of_program,
@@ -28,6 +27,7 @@ from prepkit.observe.prepared.around import (
     parsed,
     texts_of_program,
 )
+from prepkit.observe.prepared.instead import around_calls
 
 LOW = (torch.bfloat16, torch.float16)
 MEANT = re.compile(r"requires_grad|is_trainable|freez|frozen")

@@ -15,7 +15,8 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from prepkit.facts.window import Loaded
-from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above, line_of_program
+from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 
 
 @define(eq=False)

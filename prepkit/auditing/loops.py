@@ -11,7 +11,8 @@ from attrs import define, field
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from prepkit.facts.loops import TurnFacts
-from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.schedules import by_pass, is_idle
 
 

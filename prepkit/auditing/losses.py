@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from prepkit.auditing.in_order import is_sorted, read_in_order
 from prepkit.facts.window import Misgiven
-from prepkit.observe.prepared.around import around_calls, called_by_program, frames_above
+from prepkit.observe.prepared.around import called_by_program, frames_above
+from prepkit.observe.prepared.instead import around_calls
 
 SQUASHED = {
     "cross_entropy": ("Softmax",),
@@ -107,14 +108,15 @@ class Losses:
             self._noise = [*self._noise, (weakref.ref(drawn), self._calls)][-MOST:]
         return drawn
 
-    def _softmax(self, plain: Any, values: Any, *given: Any, **named: Any) -> Any:
-        dim = named.get("dim", given[0] if given else None)
+    def _softmax(self, plain: Any, *given: Any, **named: Any) -> Any:
+        values: Any = given[0] if given else named.get("input")
+        dim = named.get("dim", given[1] if len(given) > 1 else None)
         places = isinstance(dim, int) and dim % 4 > 1 and getattr(values, "dim", int)() == 4
         compiles = torch.compiler.is_compiling()
         if places and not compiles and _before(values) == "Convolution" and called_by_program(frames_above(__file__)):
             what = f"what a convolution gives, of shape {[*values.shape]}, with dim={dim}: its places"
             self._misgiven("softmax", what, "Write softmax(dim=1), which are the classes.", "bounded")
-        return plain(values, *given, **named)
+        return plain(*given, **named)
 
     def _is_fresh_noise(self, target: Tensor) -> bool:
         """Whether it was drawn behind the last call of a model, and noise of its shape before that call."""

@@ -11,7 +11,7 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-from prepkit.observe.prepared.around import around_calls
+from prepkit.observe.prepared.instead import around_calls
 
 MOST = 4
 """Convolutions that are kept."""

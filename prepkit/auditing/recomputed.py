@@ -15,7 +15,8 @@ from torch.distributed._composable import checkpoint_activation
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import checkpoint as checkpoints
 
-from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.look import averages
 from prepkit.observe.prepared.modules import generator
 

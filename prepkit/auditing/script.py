@@ -36,8 +36,8 @@ from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
 from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
-from prepkit.observe.prepared.around import around_calls
 from prepkit.observe.prepared.averaging import left_waiting
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent

@@ -16,7 +16,8 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.term_texts import constants, divergences, text_of
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
-from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.ranks.world import world
 
 MOST_LINES = 8

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor, nn
-from torch.jit import _builtins
 
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
 from prepkit.facts.values import Permuted, ValueFacts
 from prepkit.observe.prepared.around import (
     Line,
-    around_calls,
     frames_above,
     innermost,
     is_of_library,
@@ -30,6 +28,7 @@ from prepkit.observe.prepared.around import (
     own_frames,
     parsed,
 )
+from prepkit.observe.prepared.instead import around_calls
 
 RESHAPES = ("view", "reshape")
 CASTS = ("long", "int", "short", "char", "byte", "to", "type")
@@ -62,7 +61,6 @@ class Computing:
             for name in RESHAPES:
                 stack.enter_context(around_calls(Tensor, name, partial(self._reshapes, name)))
             stack.enter_context(around_calls(torch, "reshape", partial(self._reshapes, "reshape")))
-            stack.enter_context(_known_to_scripts(torch.reshape, "aten::reshape"))
             for name in CASTS:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
@@ -147,17 +145,6 @@ def _caller() -> FrameType | None:
 
 def _place(frame: FrameType) -> CallPlace:
     return frame.f_code, frame.f_lasti
-
-
-@contextmanager
-def _known_to_scripts(function: Any, operator: str) -> Iterator[None]:
-    """Inside, ``torch.jit.script`` takes a function for this operator."""
-    table = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
-    table[id(function)] = operator
-    try:
-        yield
-    finally:
-        del table[id(function)]
 
 
 def _is_written_out(stands: Line, number: int) -> bool:

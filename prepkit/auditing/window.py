@@ -43,7 +43,6 @@ from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.names import named_parameters, sites, unwrap_root
 from prepkit.observe.prepared.around import (
     Line,
-    around_calls,
     averages_weights,
     frames_above,
     in_one_loop,
@@ -54,6 +53,7 @@ from prepkit.observe.prepared.around import (
     stepped_next,
     ticked_in_loop,
 )
+from prepkit.observe.prepared.instead import around_calls, scripts_read_plain
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import averages
 from prepkit.observe.prepared.modules import elsewhere, float16_units, generator
@@ -133,18 +133,11 @@ class Window:
         """Inside, it listens."""
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
+            stack.enter_context(scripts_read_plain())
             stack.enter_context(called_first(self._enters))
-            listening: tuple[Any, ...] = (
-                self.recomputed,
-                self.losses,
-                self.loads,
-                self.ledger,
-                self.terms,
-                self.values,
-            )
-            listening += (self.checkpoints, self.libraries, self.turns, self.beginnings, Standing(self.arrivals))
-            for one in listening:
-                stack.enter_context(one.on())
+            rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
+            for room in (*rooms, self.libraries, self.turns, self.beginnings, Standing(self.arrivals)):
+                stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
                     if name in vars(scaler):

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prepkit.observe.prepared.around import around_calls
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import Head
 from prepkit.ranks.launcher import LOCAL_RANK, RANK

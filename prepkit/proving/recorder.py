@@ -25,7 +25,7 @@ from prepkit.objects.joint_optimizer import JointOptimizer
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
-from prepkit.observe.prepared.around import around_calls
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving import bare
 from prepkit.proving.called import Called, leaves_listened, micro_of, place_in
 from prepkit.proving.hooks import (

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from prepkit.observe.prepared.around import around_calls, frames_above, line_of_program
+from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.instead import around_calls
 
 LOOKS: frozenset[Any] = frozenset(
     {

@@ -319,6 +319,32 @@ for at in range(12):
 model.load_state_dict(best)
 """
 )
+SCRIPTED = """import torch
+from torch import nn
+from torch.nn import functional as fn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.rnn, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.LSTM(16, 8, batch_first=True), nn.Linear(8, 3)
+    def forward(self, x):
+        h = self.conv(x).flatten(1).view(x.size(0), -1, 16)
+        h = h + 0.01 * torch.randn_like(h)
+        h, _ = self.rnn(h)
+        return fn.softmax(input=self.out(h[:, -1]), dim=1).log()
+net = torch.jit.script(Net())
+opt = torch.optim.SGD(net.parameters(), 0.1)
+def twice(y):
+    @torch.jit.script
+    def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(a, dim=1) + b
+    return add(y, y)
+for _ in range(3):
+    x, y = torch.randn(4, 1, 4, 4), torch.randint(3, (4,))
+    opt.zero_grad()
+    added = twice(x.flatten(1)).sum() + torch.softmax(input=x.flatten(1), dim=1).sum()
+    loss = fn.nll_loss(net(x), y) + 0 * added
+    loss.backward(); opt.step()
+"""
 ANEW = (
     BEGINS
     + """
@@ -344,6 +370,7 @@ for at in range(12):
         (RESUMED.replace('range(held["epoch"], 12)', "range(12)"), 1, ""),
         (KEPT, 1, "run.best-aliased at model: train.py:15 keeps `model.state_dict()`"),
         (KEPT.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 1, ""),
+        (SCRIPTED, 3, ""),
         (ANEW, 8, "run.optimizer-anew at optimizer: In step 1: A new Adam is made for each step (train.py:9)"),
         (ANEW.replace("torch.optim.Adam(model.parameters(), 1e-3)", "torch.optim.SGD(model.parameters(), 0.1)"), 8, ""),
     ],
@@ -358,6 +385,7 @@ for at in range(12):
         "begun from it",
         "best kept alive",
         "best copied",
+        "scripted",
         "made anew",
         "without a memory",
     ],

@@ -7,9 +7,8 @@ import gc
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import lru_cache, wraps
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
@@ -467,23 +466,3 @@ def _names(code: CodeType) -> set[str]:
     """Names that it uses, functions inside it included."""
     inside = (one for one in code.co_consts if isinstance(one, CodeType))
     return {*code.co_names, *code.co_freevars}.union(*map(_names, inside))
-
-
-@contextmanager
-def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
-    """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
-    own = name in vars(home)
-    plain = vars(home)[name] if own else getattr(home, name)
-
-    @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return around(plain, *args, **kwargs)
-
-    homes = (home,) if also is None else (home, also)
-    for one in homes:
-        setattr(one, name, instead)
-    try:
-        yield
-    finally:
-        for one in homes:
-            setattr(one, name, plain) if own else delattr(one, name)

@@ -1,0 +1,75 @@
+"""Functions of torch for which another stands while somebody listens; afterwards all is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from attrs import frozen
+
+
+@contextmanager
+def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any = None) -> Iterator[None]:
+    """Inside, ``around`` is called with the function and its arguments in its place; ``also``: where else it stands."""
+    own = name in vars(home)
+    plain = vars(home)[name] if own else getattr(home, name)
+
+    @wraps(plain)  # some ask which arguments it takes, as accelerate of zero_grad
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return around(plain, *args, **kwargs)
+
+    homes = (home,) if also is None else (home, also)
+    entry = _Around(homes, name, plain if own else None, instead)
+    entry.put_on()
+    _ON.append(entry)
+    try:
+        yield
+    finally:
+        _ON.remove(entry)
+        entry.take_off()
+
+
+@frozen(eq=False)
+class _Around:
+    """One function that another stands for."""
+
+    homes: tuple[Any, ...]
+    name: str
+    plain: Any
+    """What stood there; None: it was inherited."""
+    instead: Any
+
+    def put_on(self) -> None:
+        for one in self.homes:
+            setattr(one, self.name, self.instead)
+
+    def take_off(self) -> None:
+        for one in self.homes:
+            setattr(one, self.name, self.plain) if self.plain is not None else delattr(one, self.name)
+
+
+_ON: list[_Around] = []
+"""Those that stand now, the outermost last."""
+BETWEEN = 2
+"""Frames between a program and ``torch.jit.script``, which looks names up in the frame of who calls it."""
+
+
+@contextmanager
+def scripts_read_plain() -> Iterator[None]:
+    """Inside, ``torch.jit.script`` reads torch's own functions, and not what stands for them."""
+
+    def scripts(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        standing = [*_ON]
+        for one in reversed(standing):
+            one.take_off()
+        try:
+            return plain(*args, **{**kwargs, "_frames_up": kwargs.get("_frames_up", 0) + BETWEEN})
+        finally:
+            for one in standing:
+                one.put_on()
+
+    with around_calls(torch.jit, "script", scripts):
+        yield
