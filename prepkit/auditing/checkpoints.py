@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from attrs import define, field
+from torch import nn
 
-from prepkit.observe.prepared.around import nodes, parsed, texts_of_program
+from prepkit.observe.prepared.around import known, nodes, own_frames, parsed, texts_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.optimizers import inner
 
@@ -69,18 +70,25 @@ def _is_count(node: ast.AST) -> bool:
 
 
 def kept_alive() -> Iterator[tuple[str, str]]:
-    """Yield lines that keep ``model.state_dict()`` in a loop, without a copy, to be loaded behind it; and the model."""
-    for file, text in texts_of_program().items():
-        if ".state_dict()" not in text or ".load_state_dict(" not in text:
-            continue
-        tree = parsed(file)
+    """Yield lines that keep ``model.state_dict()`` without a copy, to be loaded behind the loop; and the model's name.
+
+    In loops that run now alone.
+    """
+    for frame in own_frames():
+        tree = parsed(frame.f_code.co_filename)
+        around = (one for one in nodes(tree) if isinstance(one, ast.For | ast.While) and _spans(one, frame.f_lineno))
         loaded = [*_loads_of(tree)]
-        for loop in (one for one in nodes(tree) if isinstance(one, ast.For | ast.While)):
+        for loop in around:
             for name, owner, line in _kept(loop):
-                behind = [at for who, what, at in loaded if (who, what) == (owner, name)]
-                outside = behind and not any(loop.lineno <= at <= (loop.end_lineno or 0) for at in behind)
-                if outside and not _written(tree, name):
-                    yield f"{Path(file).name}:{line}", owner
+                model = known(frame, owner)
+                behind = [at for who, what, at in loaded if (who, what) == (ast.unparse(owner), name)]
+                outside = not all(_spans(loop, at) for at in behind)
+                if outside and isinstance(model, nn.Module | None) and not _written(tree, name):
+                    yield f"{Path(frame.f_code.co_filename).name}:{line}", ast.unparse(owner)
+
+
+def _spans(loop: ast.stmt, line: int) -> bool:
+    return loop.lineno <= line <= (loop.end_lineno or 0)
 
 
 def _loads_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
@@ -91,7 +99,7 @@ def _loads_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
                 yield ast.unparse(owner), ast.unparse(what), one.lineno
 
 
-def _kept(loop: ast.For | ast.While) -> Iterator[tuple[str, str, int]]:
+def _kept(loop: ast.For | ast.While) -> Iterator[tuple[str, ast.expr, int]]:
     """Yield names that are given a bare ``owner.state_dict()`` inside a loop, the owner, and the line."""
     for one in ast.walk(loop):
         if isinstance(one, ast.Assign):
@@ -101,7 +109,7 @@ def _kept(loop: ast.For | ast.While) -> Iterator[tuple[str, str, int]]:
             for name, given in pairs:
                 match given:
                     case ast.Call(func=ast.Attribute(value=owner, attr="state_dict"), args=[], keywords=[]):
-                        yield ast.unparse(name), ast.unparse(owner), one.lineno
+                        yield ast.unparse(name), owner, one.lineno
 
 
 def _written(tree: ast.AST, name: str) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from prepkit.objects import names
 from prepkit.objects.bare_tree import SAVE, is_sharded
+from prepkit.observe.prepared import instead
 
 SENDS = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv", "all_to_all", "all_to_all_single"})
 """Calls that hand tensors from one rank to another, which no average does."""
@@ -139,11 +140,26 @@ def name_of(call: ast.Call) -> str:
 
 
 def texts_of_program() -> dict[str, str]:
-    """The text of the caller's files, and of those of its own that are imported."""
-    imported = (getattr(one, "__file__", None) or "<" for one in [*sys.modules.values()])
-    every = (*(one.f_code.co_filename for one in own_frames()), *(one for one in imported if one.endswith(".py")))
-    files = [one for one in dict.fromkeys(every) if not is_foreign(one) and Path(one).is_file()]
-    return {one: Path(one).read_text(encoding="utf-8", errors="replace") for one in files}
+    """The text of the caller's files, and of those of its own that they import, or that these do."""
+    own = own_frames()
+    files = dict.fromkeys(one.f_code.co_filename for one in own)
+    todo: list[Mapping[str, Any]] = [held for one in own for held in (one.f_globals, one.f_locals)]
+    todo = todo or [vars(sys.modules["__main__"])]
+    for held in todo:  # grows
+        for home in {_home(one) for one in [*held.values()]}:
+            module = sys.modules.get(home)
+            file = getattr(module, "__file__", None) or ""
+            if module is not None and file.endswith(".py") and not is_foreign(file) and file not in files:
+                files[file] = None
+                todo.append(vars(module))
+    return {one: Path(one).read_text(encoding="utf-8", errors="replace") for one in files if Path(one).is_file()}
+
+
+def _home(value: Any) -> str:
+    """The name of the module that it is, or that has its code."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return str((value if isinstance(value, type | FunctionType) else type(value)).__module__)
 
 
 def parsed(file: str) -> ast.AST:
@@ -170,10 +186,10 @@ def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
 
 
 def frames_above(file: str) -> Iterator[FrameType]:
-    """Yield the frames of this thread, the innermost first, but for those of a file."""
+    """Yield the frames of this thread, the innermost first, but for those of a file and of what listens for it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename not in (file, __file__):
+        if frame.f_code.co_filename not in (file, __file__, instead.__file__):
             yield frame
         frame = frame.f_back
 
