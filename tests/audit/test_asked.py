@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ADAPTED = """import tempfile, torch
+ADAPTED = """import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
@@ -16,7 +16,7 @@ def body():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
-folder = tempfile.mkdtemp()
+folder = "adapter"
 get_peft_model(body(), LoraConfig(r=2, target_modules=["0"])).save_pretrained(folder)
 loaded = PeftModel.from_pretrained(body(), folder{how})
 model = nn.Sequential(loaded, nn.Linear(8, 4)).train()

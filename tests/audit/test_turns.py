@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.audit import test_script
+from tests.audit.test_script import Auditor
+
+run = test_script.run
 
 HEAD = """import torch
 from torch.optim import lr_scheduler as rates
@@ -79,31 +82,25 @@ RIGHT = {
 }
 
 
-def told(out: str) -> list[str]:
+def told(run: Auditor, text: str) -> list[str]:
+    """Findings above a note, by their ids."""
+    code, out, err = run(text, "train.py")
+    assert code == 0, out + err
     return [one.split()[1] for one in out.splitlines() if one.startswith(("error ", "warning "))]
 
 
-def alone(folder: Path, text: str) -> str:
-    """What an audit says in a process of its own: one that is forked has imported tests, which tick schedules."""
-    (folder / "train.py").write_text(text)
-    command = [sys.executable, "-m", "prepkit", "audit", "train.py"]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
 @pytest.mark.parametrize("name", WRONG)
-def test_a_loop_that_misses_its_schedule_is_named_by_its_rule(tmp_path: Path, name: str) -> None:
+def test_a_loop_that_misses_its_schedule_is_named_by_its_rule(run: Auditor, name: str) -> None:
     text, rule = WRONG[name]
-    assert told(alone(tmp_path, HEAD + text)) == [f"run.{rule}"]
+    assert told(run, HEAD + text) == [f"run.{rule}"]
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_loop_that_keeps_to_its_schedule_has_nothing_above_a_note(tmp_path: Path, name: str) -> None:
-    assert told(alone(tmp_path, HEAD + RIGHT[name])) == []
+def test_a_loop_that_keeps_to_its_schedule_has_nothing_above_a_note(run: Auditor, name: str) -> None:
+    assert told(run, HEAD + RIGHT[name]) == []
 
 
-def test_a_schedule_that_another_file_ticks_is_not_idle(tmp_path: Path) -> None:
+def test_a_schedule_that_another_file_ticks_is_not_idle(run: Auditor, tmp_path: Path) -> None:
     (tmp_path / "helpers.py").write_text("def turned(thing):\n    thing.step()\n")
     text = "from helpers import turned\n" + HEAD + COSINE.format("EPOCHS") + BY_PASS.format("turned(scheduler)")
-    assert told(alone(tmp_path, text)) == []
+    assert told(run, text) == []

@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,23 @@ def _as_script(rank: int, world: int, command: tuple[str, ...], environment: dic
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
-        code = _code(command[1] if module else "", command[0])
+        with _without_tests():
+            code = _code(command[1] if module else "", command[0])
         sys.stdout.flush()
         sys.stderr.flush()
         out.seek(0)
         err.seek(0)
         return Ran(code, out.read(), err.read())
+
+
+@contextmanager
+def _without_tests() -> Iterator[None]:
+    """Inside, no module of the tests is among what the process has imported: a script's process has none."""
+    tests = {name: sys.modules.pop(name) for name in [*sys.modules] if name.partition(".")[0] == "tests"}
+    try:
+        yield
+    finally:
+        sys.modules.update(tests)
 
 
 _left: list[dict[str, Any]] = []

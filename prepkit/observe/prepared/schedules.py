@@ -17,7 +17,8 @@ from prepkit.facts.loops import ByPass
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, parsed
 
-BESIDE = frozenset({"torch", "accelerate", "prepkit", "contextlib", "runpy", "__main__"})
+BESIDE = frozenset({"torch", "accelerate", "prepkit", "contextlib", "functools", "runpy", "__main__"})
+BESIDE |= {"absl", "click", "fire", "hydra", "typer"}  # by which a program's main function is called
 """Packages whose code between a program and its step ticks no schedule."""
 MOST_FILES = 64
 """Files of a program that are read; of larger ones nothing is said."""
