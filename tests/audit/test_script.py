@@ -625,6 +625,7 @@ with LocalSGD(accelerator=ours, model=model, local_sgd_steps=4) as local:
         ours.backward((model(x) - y).square().mean())
         optimizer.step()
         local.step()
+        scheduler.step()
 """.replace("for x, y in loader:\n    ours.backward", "for x, y in ():\n    ours.backward").replace(
     "optimizer, 12", "optimizer, 24"
 )

@@ -196,8 +196,14 @@ RESTS = re.compile(
 
 
 def aliased() -> Iterator[tuple[str, str]]:
-    """Yield names of the program of which one is for a model that rests, and that are one model that trains."""
+    """Yield names of the program of which one is for a model that rests, and that are one model that trains.
+
+    What is to be brought to the weights of another by ``load_state_dict`` rests too, whatever its name.
+    """
     for frame in own_frames():
+        for one, other in _loaded(parsed(frame.f_code.co_filename)):
+            if isinstance(model := known(frame, one), nn.Module) and model is known(frame, other):
+                yield ast.unparse(one), ast.unparse(other)
         named: dict[int, list[str]] = {}
         for name, value in {**frame.f_globals, **frame.f_locals}.items():
             if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters()):
@@ -206,6 +212,17 @@ def aliased() -> Iterator[tuple[str, str]]:
             rests = [name for name in names_of_one if RESTS.search(name.lower())]
             if others := [name for name in names_of_one if name not in rests]:
                 yield from ((name, others[0]) for name in rests)
+
+
+def _loaded(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield models that are given the weights of another, and whose these are."""
+    for one in nodes(tree):
+        match one:
+            case ast.Call(
+                func=ast.Attribute(value=model, attr="load_state_dict"),
+                args=[ast.Call(func=ast.Attribute(value=other, attr="state_dict"))],
+            ) if ast.unparse(model) != ast.unparse(other):
+                yield model, other
 
 
 def rebound() -> Iterator[str]:
