@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import nsmallest
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ class _Turn:
     at: int
     parts: frozenset[int]
     line: str
+    empty: bool
+    """Whether nothing that it holds has a gradient."""
 
 
 @define(eq=False)
@@ -90,9 +93,13 @@ class Ledger:
     """Backwards whose gradients were cleared somewhere."""
     _suspected: list[tuple[Any, int, tuple[str, str]]] = field(factory=list)
     """Stale gradients of an optimizer whose last backward has gone into those of others too, which may step them."""
+    led: bool = True
+    """Whether something has gone backward between the step before and the one that begins."""
     stale: tuple[tuple[str, str], ...] = ()
     """As in ``WindowFacts``, of the step that begins."""
     wasted: tuple[tuple[str, int], ...] = ()
+    """Likewise."""
+    unled: tuple[tuple[str, str], ...] = ()
     """Likewise."""
     anew: tuple[str, str] = ("", "")
     """Likewise."""
@@ -112,7 +119,7 @@ class Ledger:
 
     def told(self) -> dict[str, Any]:
         """What is wrong with the step that begins, as fields of ``WindowFacts``."""
-        return {"stale": self.stale, "wasted": self.wasted, "anew": self.anew}
+        return {"stale": self.stale, "wasted": self.wasted, "unled": self.unled, "anew": self.anew}
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:
         plain(optimizer, *given, **named)
@@ -121,7 +128,7 @@ class Ledger:
 
     @torch.no_grad()
     def _steps(self, optimizer: Any, *_: Any) -> None:
-        self.stale, self.wasted, self.anew = (), (), ("", "")
+        self.stale, self.wasted, self.unled, self.anew = (), (), (), ("", "")
         if len(self._went) >= MOST:
             return
         self._looks()
@@ -131,8 +138,10 @@ class Ledger:
         found = (*self._of_other_turns(optimizer, parts), *self._confirmed(optimizer), *self._from_before(parts))
         self.stale = tuple(dict.fromkeys(found))
         line = line_of_program(frames_above(__file__))
-        self._turns.append(_Turn(weakref.ref(optimizer), len(self._went), frozenset(parts), line))
-        self.wasted = tuple(self._in_vain(entries))
+        self.led = not self._turns or self._turns[-1].at < len(self._went)
+        empty = all(one.grad is None for group in optimizer.param_groups for one in group["params"])
+        self._turns.append(_Turn(weakref.ref(optimizer), len(self._went), frozenset(parts), line, empty))
+        self.wasted, self.unled = tuple(self._in_vain(entries)), tuple(self._unled())
 
     def _looks(self) -> None:
         """Takes down what was cleared."""
@@ -197,6 +206,14 @@ class Ledger:
             where = next(one for one in reversed(self._went) if one.line == line)
             if loops_have(where.stands, now):
                 yield line, lines[line]
+
+    def _unled(self) -> Iterator[tuple[str, str]]:
+        """Lines of a backward that nobody has stepped, and of the step right behind it, which held no gradient."""
+        stepped = {part for turn in self._turns for part in turn.parts}
+        lost = {part for part in self._gone if part not in stepped}
+        behind = ((turn, turn.at - 1) for before, turn in pairwise(self._turns) if before.at < turn.at)
+        lines = Counter((self._went[last].line, turn.line) for turn, last in behind if turn.empty and last in lost)
+        yield from (pair for pair, many in lines.items() if many > 1 and not reads_gradients())
 
     def _backward(self, plain: Any, *given: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1 or len(self._went) >= MOST:

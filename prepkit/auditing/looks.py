@@ -22,6 +22,7 @@ LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
 LATER = ("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried")
 """Rules over what a window hears behind the first step too."""
+NOTHING = "run.steps-nothing"
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 
 
@@ -68,14 +69,21 @@ class ScriptLooks:
         self.watched.start(live.model, live.optimizers, live.scheduler, apart=own)
         stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
 
-    def other(self, found: Audit) -> None:
-        """Takes what is wrong with the gradients of another optimizer, before its own first step."""
+    def other(self, found: Audit, *, led: bool) -> None:
+        """Takes what is wrong with the gradients of another optimizer, before its own first step.
+
+        ``led``: whether something has gone backward since the step before it; several may step behind one backward,
+        of whose batch some have no part.
+        """
         root = found.facts.model.classes[found.facts.model.modules[0].cls].name
-        told = (one for one in found.findings if one.rule in OF_GRADIENTS)
+        told = (one for one in found.findings if one.rule in OF_GRADIENTS and (led or one.rule != NOTHING))
         self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told))
 
     def later(self, told: dict[str, Any]) -> None:
         """Takes what a window has heard before a later step of any optimizer."""
+        assert self.found is not None
+        if any(one.rule == NOTHING for one in self.found.findings):
+            told = {**told, "unled": ()}
         if any(told.values()):
             facts = RunFacts(window=WindowFacts(**told))
             self._adds(findings_of((by_id()[f"run.{name}"] for name in LATER), facts))

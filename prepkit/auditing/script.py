@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import count, takewhile
 from pathlib import Path
 from threading import Thread
@@ -126,7 +126,7 @@ def audited_at_first_step(
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
-        tell = heard if others is None or first else others.other
+        tell = heard if others is None or first else partial(others.other, led=window.ledger.led)
         tell(everywhere(found) if asks else found)
 
     with window.on():

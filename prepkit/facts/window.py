@@ -222,6 +222,8 @@ class WindowFacts:
     """Parameters to which no gradient has come, where gradients are kept in ``.grad``."""
     wasted: tuple[tuple[str, int], ...] = ()
     """Lines of the loop of this step whose gradients were cleared before anybody stepped them, and how often."""
+    unled: tuple[tuple[str, str], ...] = ()
+    """Lines of a backward whose gradients nobody has stepped, and of the step right behind it, which held none."""
     anew: tuple[str, str] = ("", "")
     """Class and line of an optimizer that the program makes for each step; empty: it makes none."""
     rebuilt: str = ""

@@ -82,6 +82,42 @@ def two_models(*, detached: bool) -> Train:
     return train
 
 
+def in_one_module(*, detached: bool) -> Train:
+    """As ``two_models``, where both are parts of one, as in Lightning."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        both = nn.ModuleDict({"maker": layers(8), "judge": layers(1)})
+        maker, judge = both["maker"], both["judge"]
+        makes, judges = (torch.optim.Adam(one.parameters(), 1e-3) for one in (maker, judge))
+        for x, _ in batches():
+            made = maker(torch.randn(6, 8))
+            judges.zero_grad()
+            (fn.softplus(-judge(x)).mean() + fn.softplus(judge(made.detach())).mean()).backward()
+            judges.step()
+            makes.zero_grad()
+            fn.softplus(-judge(made.detach() if detached else made)).mean().backward()
+            makes.step()
+
+    return train
+
+
+def by_task(judged: int) -> Train:
+    """A head and an optimizer for each task, of which a batch has one, and all step; ``judged``: the first so many."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        both = nn.ModuleDict({"one": layers(4), "other": layers(4)})
+        steps = [torch.optim.Adam(one.parameters(), 1e-3) for one in both.values()]
+        for at, (x, y) in enumerate(batches()):
+            fn.cross_entropy(both["other" if at < judged or at % 2 else "one"](x), y).backward()
+            for optimizer in steps:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return train
+
+
 def turns(*, clears_first: bool) -> Train:
     """A judge that is cleared before its turn, or behind it, where the maker's loss has gone through it since."""
 
@@ -193,6 +229,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         (trains(forgets), "run.left-over"),
         (trains(evaluates(goes_on=False), drops=True), "run.drift-mode"),
         (two_models(detached=True), "run.steps-nothing"),
+        (in_one_module(detached=True), "run.backward-wasted"),
         (scheduled(4), "run.drift-ticks"),
         (turns(clears_first=False), "run.others-gradients"),
     ],
@@ -200,6 +237,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         "zero_grad forgotten",
         "left in evaluation",
         "maker detached",
+        "part detached",
         "a schedule of four ticks",
         "judge not cleared",
     ],
@@ -221,8 +259,14 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         trunk_of_two_heads,
         trunk_of_four_micro_batches,
         last_micro_batch_by_itself,
+        in_one_module(detached=False),
+        by_task(0),
+        by_task(4),
     ],
-    ids=["plain", "evaluated", "two models", "a schedule that lasts", "turns", "warmed up", "heads", "slow", "last"],
+    ids=[
+        *("plain", "evaluated", "two models", "a schedule that lasts", "turns", "warmed up", "heads", "slow", "last"),
+        *("parts of one", "tasks", "a task that comes later"),
+    ],
 )
 def test_a_right_loop_has_nothing_behind_its_first_step(train: Train) -> None:
     assert found(train) == (STEPS, [])

@@ -94,6 +94,9 @@ def _in_vain(facts: RunFacts) -> Iterator[Hit]:
     for line, many in facts.window.wasted if facts.window is not None else ():
         what = f"The backward at {line} has run {count(many, 'time')} whose gradients were cleared before any step"
         yield Hit("gradients", f"{what}: these batches train nothing.")
+    for backward, step in facts.window.unled if facts.window is not None else ():
+        what = f"The backward at {backward} gives no gradient to what {step} steps behind it, time and again"
+        yield Hit("gradients", f"{what}, and what it gives to others is cleared: it trains nothing.", _UNLED)
 
 
 def _unheld(facts: RunFacts) -> Iterator[Hit]:
@@ -257,6 +260,11 @@ _READ = (
 _REDUCE_UNUSED = (
     "FSDP2(reduce_unused=True) reduces zeros where every rank runs the unit that holds them, but cannot help with a "
     "unit that only some ranks run."
+)
+
+_UNLED = (
+    "Let the loss lead to what is to be stepped: look for a .detach(), .item() or no_grad() on the way, as where a "
+    "GAN's samples were detached for its discriminator."
 )
 
 RULES: tuple[Rule, ...] = (
