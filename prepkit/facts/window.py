@@ -222,6 +222,8 @@ class WindowFacts:
     """Parameters to which no gradient has come, where gradients are kept in ``.grad``."""
     wasted: tuple[tuple[str, int], ...] = ()
     """Lines of the loop of this step whose gradients were cleared before anybody stepped them, and how often."""
+    ratios: tuple[str, ...] = ()
+    """Lines whose losses have a ratio of policies that is 1 behind every step since samples were drawn."""
     unled: tuple[tuple[str, str], ...] = ()
     """Lines of a backward whose gradients nobody has stepped, and of the step right behind it, which held none."""
     anew: tuple[str, str] = ("", "")

@@ -348,6 +348,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.backward-wasted": evolve(FINE, window=WindowFacts(wasted=(("train.py:31", 3),))),
     "run.optimizer-anew": evolve(FINE, window=WindowFacts(anew=("Adam", "train.py:31"))),
     "run.module-unheld": evolve(FINE, window=WindowFacts(unheld=(("Weighed", 2),))),
+    "run.ratio-one": evolve(FINE, window=WindowFacts(ratios=("train.py:31",))),
     "run.best-aliased": evolve(FINE, window=WindowFacts(kept_alive=(("train.py:31", "model"),))),
     "run.loaded-overwritten": evolve(FINE, window=WindowFacts(overwritten=(("Net", "train.py:9"),))),
     "run.resumed-part": evolve(FINE, window=WindowFacts(unresumed=(("optimizer", "AdamW"),))),

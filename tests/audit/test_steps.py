@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn import functional as fn
 
 from prepkit.auditing.script import audit_run
@@ -114,6 +115,29 @@ def by_task(judged: int) -> Train:
             for optimizer in steps:
                 optimizer.step()
                 optimizer.zero_grad()
+
+    return train
+
+
+def policy(old: str, *, passes: int = 2) -> Train:
+    """Steps on what a policy has drawn; ``old``: when the log-probabilities that it is compared with are computed."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers(4)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(STEPS // passes):
+            seen = torch.randn(32, 8)
+            with torch.no_grad():
+                actions = Categorical(logits=model(seen)).sample()
+                drawn = Categorical(logits=model(seen)).log_prob(actions)
+            gains = (actions == seen[:, :4].argmax(1)).float() - 0.25
+            for _ in range(passes):
+                now = Categorical(logits=model(seen)).log_prob(actions)
+                ratio = (now - (drawn if old == "drawn" else now.detach())).exp()
+                optimizer.zero_grad()
+                (-torch.min(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()).backward()
+                optimizer.step()
 
     return train
 
@@ -230,6 +254,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         (trains(evaluates(goes_on=False), drops=True), "run.drift-mode"),
         (two_models(detached=True), "run.steps-nothing"),
         (in_one_module(detached=True), "run.backward-wasted"),
+        (policy("anew"), "run.ratio-one"),
         (scheduled(4), "run.drift-ticks"),
         (turns(clears_first=False), "run.others-gradients"),
     ],
@@ -238,6 +263,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         "left in evaluation",
         "maker detached",
         "part detached",
+        "an old policy that is the new one",
         "a schedule of four ticks",
         "judge not cleared",
     ],
@@ -262,10 +288,12 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         in_one_module(detached=False),
         by_task(0),
         by_task(4),
+        policy("drawn"),
+        policy("anew", passes=1),
     ],
     ids=[
         *("plain", "evaluated", "two models", "a schedule that lasts", "turns", "warmed up", "heads", "slow", "last"),
-        *("parts of one", "tasks", "a task that comes later"),
+        *("parts of one", "tasks", "a task that comes later", "an old policy", "on policy"),
     ],
 )
 def test_a_right_loop_has_nothing_behind_its_first_step(train: Train) -> None:
@@ -365,6 +393,7 @@ model.load_state_dict(best)
 )
 SCRIPTED = """import torch
 from torch import nn
+from torch.distributions import Categorical
 from torch.nn import functional as fn
 class Net(nn.Module):
     def __init__(self):

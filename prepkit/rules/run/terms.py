@@ -40,6 +40,12 @@ def _divergences(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} both distributions apart: the sign is turned.")
 
 
+def _ratios(facts: RunFacts) -> Iterator[Hit]:
+    for line in facts.window.ratios if facts.window is not None else ():
+        what = "The ratio of the new policy to the old one is 1 for every sample, though it has stepped since it drew"
+        yield Hit(line, f"{what} them: the old log-probabilities are computed anew, and clipping never acts.")
+
+
 def _alike(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.misgiven if facts.window is not None else ():
         if one.kind == "alike":
@@ -91,6 +97,15 @@ RULES: tuple[Rule, ...] = (
         fix="Shuffle samples, shuffle=True; clone targets before inputs are changed in place.",
         severity=Severity.WARNING,
         source=("torch DataLoader: shuffle",),
+    ),
+    Rule(
+        id="run.ratio-one",
+        summary="A ratio of policies leaves 1 once the policy has stepped.",
+        check=_ratios,
+        at=(Moment.AUDIT,),
+        fix="Keep the log-probabilities of the time when the samples were drawn, before the first step on them.",
+        severity=Severity.WARNING,
+        source=("Schulman et al. 2017, Proximal Policy Optimization, equation 6",),
     ),
 )
 """Reporting order."""
