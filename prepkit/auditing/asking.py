@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import is_dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
-from prepkit.observe.prepared.reading import generators_kept
+from prepkit.observe.prepared.reading import digest_of, generators_kept
 
 SENDS = frozenset(
     {
@@ -65,6 +65,17 @@ class ModelCall:
             named |= {str(key): value for key, value in table.items()}
         firsts = {name: next(tensors(value), None) for name, value in named.items()}
         return {name: one for name, one in firsts.items() if one is not None}
+
+
+def digest_of_calls(calls: Iterable[ModelCall]) -> str:
+    """The same where models were given the same numbers; empty: they were given none that tell samples apart."""
+    given = [one for call in calls for one in tensors((call.args, call.kwargs)) if one.numel() >= FEWEST]
+    apart = any(bool((one != one.flatten()[0]).any()) for one in given)
+    return digest_of(given) if apart else ""
+
+
+FEWEST = 8
+"""Elements of what tells samples apart."""
 
 
 @frozen(kw_only=True, eq=False)

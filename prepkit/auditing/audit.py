@@ -56,6 +56,8 @@ def audit(
       fix: Make the optimizer after the model is wrapped, sharded, copied or changed: AdamW(model.parameters()).
     """
     begun = time.perf_counter()
+    if window is not None and ask_ranks and world().size > 1:
+        window = evolve(window, given=tuple(one for each in world().gather(window.given) for one in each))
     if awaited is None:
         awaited = _finished(model) if ask_ranks and world().carries_data and not goes_backward() else ()
     rules = due(Moment.AUDIT)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.auditing.asking import Asking, ModelCall, apart, tensors
+from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, tensors
 from prepkit.auditing.losses import LossCompared
 from prepkit.facts.window import ForwardFacts, SamplesMixed
 from prepkit.objects.bare_tree import is_sharded
@@ -97,6 +97,10 @@ class Forwards:
                 self._compares(module, call, outputs)
 
         return leaves
+
+    def given(self) -> str:
+        """A digest of what models were given last."""
+        return digest_of_calls(self._calls.values())
 
     def rests(self, module: nn.Module) -> None:
         """Notes a model that was called without gradients."""

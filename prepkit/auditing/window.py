@@ -193,6 +193,7 @@ class Window:
             squashed=tuple(self.losses.squashed),
             misgiven=self.losses.told(),
             alike=tuple(self.forwards.alike),
+            given=(self.forwards.given(),),
             untouched=frozenset(() if hidden else (name for name, param in named.items() if param.grad is None)),
             idle=tuple(self._idle()),
             unheld=tuple(self._unheld(alive, first.keys())),

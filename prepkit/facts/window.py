@@ -222,6 +222,9 @@ class WindowFacts:
     """Parameters to which no gradient has come, where gradients are kept in ``.grad``."""
     wasted: tuple[tuple[str, int], ...] = ()
     """Lines of the loop of this step whose gradients were cleared before anybody stepped them, and how often."""
+    given: tuple[str, ...] = ()
+    """By rank, where all were asked, a digest of what its models were given last; empty: nothing tells samples apart.
+    """
     ratios: tuple[str, ...] = ()
     """Lines whose losses have a ratio of policies that is 1 behind every step since samples were drawn."""
     unled: tuple[tuple[str, str], ...] = ()

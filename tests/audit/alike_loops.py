@@ -1,4 +1,4 @@
-"""Programs whose batches are of one class, by a mistake or as they are meant."""
+"""Programs whose batches are of one class, or the same on all ranks, by a mistake or as they are meant."""
 
 from __future__ import annotations
 
@@ -107,13 +107,28 @@ def made_ones_beside_classes(rank: int, world: int) -> None:
     taken(model, adam(model), seen + fn.cross_entropy(model(x * 2), torch.full((64,), CLASSES)))
 
 
-WRONG_ALIKE: tuple[Loop, ...] = tuple(
-    Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)
+def drawn(seed: int) -> None:
+    """A batch that no loader gives."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, CLASSES))
+    x = torch.randn(16, WIDE, generator=torch.Generator().manual_seed(seed))
+    taken(model, adam(model), fn.cross_entropy(model(x), torch.arange(16) % CLASSES))
+
+
+def same_episodes(rank: int, world: int) -> None:
+    drawn(3)
+
+
+def own_episodes(rank: int, world: int) -> None:
+    drawn(rank)
+
+
+WRONG_ALIKE: tuple[Loop, ...] = (
+    *(Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)),
+    Loop(same_episodes, ranks=2, rule="run.same-batch"),
 )
-RIGHT_ALIKE: tuple[Loop, ...] = tuple(
-    Loop(run)
-    for run in (
-        *(labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, first_of_candidates),
-        *(maps_of_one_class, one_token, made_ones_beside_classes),
-    )
+RIGHT_ALIKE: tuple[Loop, ...] = (
+    *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
+    *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
+    Loop(own_episodes, ranks=2),
 )

@@ -223,6 +223,12 @@ BROKEN: dict[str, RunFacts] = {
         ranks=tuple(evolve(RANK, rank=rank, tensor_ranks=(rank,), reads=(("", ""),)) for rank in (0, 1)),
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), sampler="custom")),),
     ),
+    "run.same-batch": evolve(
+        FINE,
+        averages_by_hand="train (train.py:31)",
+        ranks=tuple(evolve(RANK, rank=rank, tensor_ranks=(rank,)) for rank in (0, 1)),
+        window=WindowFacts(given=("a", "a")),
+    ),
     "run.same-samples": evolve(FINE, loaders=(PreparedLoader(seen=tiny_loader()),)),
     "run.tensor-samples": evolve(
         FINE,

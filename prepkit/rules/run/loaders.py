@@ -81,6 +81,18 @@ def _same(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(f"loaders[{index}]", what)
 
 
+def _given(facts: RunFacts) -> Iterator[Hit]:
+    """Of what no loader gives."""
+    given = facts.window.given if facts.window is not None else ()
+    averaged = facts.averages_by_hand or any(param.averaged_by for param in facts.params)
+    groups = {rank.tensor_ranks: given[rank.rank] for rank in facts.ranks if rank.rank < len(given)}
+    alone = facts.sends_by_hand or facts.local_sgd or not averaged or (facts.window is not None and facts.window.cut)
+    alike = len(groups) == _readers(facts) > 1 and len({*groups.values()}) == 1 and any(groups.values())
+    if alike and not alone and not any(_same(facts)):
+        what = f"Models of {count(len(groups), 'rank')} were given the same numbers before this step"
+        yield Hit("loop", f"{what}: they train on one batch, and count it {len(groups)} times.")
+
+
 def _unread(facts: RunFacts) -> Iterator[Hit]:
     for index, loader in enumerate(facts.loaders):
         if loader.division == "sampler" and loader.replicas > facts.world_size:
@@ -257,6 +269,16 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Write sampler=DistributedSampler(dataset, num_replicas=world, rank=rank), or accelerator.prepare(loader).",
         source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.same-batch",
+        summary="What models of different ranks are given is not the same.",
+        check=_given,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Draw and seed by rank what no loader divides: torch.manual_seed(seed + torch.distributed.get_rank()).",
+        severity=Severity.WARNING,
     ),
     Rule(
         id="run.divided-twice",
