@@ -138,12 +138,13 @@ def _joined(ways: list[Way]) -> Way:
 def _of_name(name: str, said: ast.Name, scope: Scope, trains: Trains, depth: int) -> Way:
     if name in scope.given or trains(scope.value(said)):
         return Way(arrives=True)
-    if name in scope.made:
-        made = scope.made[name]
-        if made is None:
-            raise Unknown
+    made = scope.made.get(name)
+    if made is not None:
         rest = {one: each for one, each in scope.made.items() if one != name}
-        return follow(made, Scope(scope.value, rest, scope.given), trains, depth + 1)
+        try:
+            return follow(made, Scope(scope.value, rest, scope.given), trains, depth + 1)
+        except Unknown:
+            return Way()  # no way is known
     return Way()
 
 
