@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.term_texts import constants, divergences, text_of
+from prepkit.auditing.untrained import trains_of, untrained
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
@@ -97,6 +98,9 @@ class Terms:
             trained = {id(one.variable) for one in every if hasattr(one, "variable")}
             self.constants |= dict.fromkeys(constants(text, summands, trained))
             self.divergences |= dict.fromkeys(divergences(text, summands))
+            told = {one.name for one in self.constants}
+            lost = untrained(text, loss, trains_of(trained, graph))
+            self.constants |= dict.fromkeys(one for one in lost if one.name not in told)
         spread = world().size > 1
         if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
             for term in terms:

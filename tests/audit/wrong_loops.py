@@ -45,6 +45,7 @@ from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
 from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
 from tests.audit.terms_loops import RIGHT_TERMS, WRONG_TERMS
 from tests.audit.turned import RIGHT_TURNS, TURNED
+from tests.audit.untrained_loops import RIGHT_UNTRAINED, WRONG_UNTRAINED
 from tests.audit.values_loops import RIGHT_VALUES, WRONG_VALUES
 
 
@@ -537,6 +538,7 @@ WRONG: tuple[Loop, ...] = (
     *TURNED,
     *WRONG_TERMS,
     *WRONG_SUMS,
+    *WRONG_UNTRAINED,
     *WRONG_ALIKE,
     *WRONG_BEGINNINGS,
     *WRONG_ASKED,
@@ -602,5 +604,5 @@ WRONG: tuple[Loop, ...] = (
 )
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
-    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *WRONG),
+    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *WRONG),
 )

@@ -1,0 +1,178 @@
+"""Programs whose losses have a summand that lost its graph on the way; and their neighbours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+
+from tests.audit.loops import Loop
+
+BATCH = 16
+
+
+def begun() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(BATCH, 8)
+    return model, torch.optim.Adam(model.parameters(), 1e-3), x, (x[:, :1] > 0).float()
+
+
+def overlap(output: Tensor, y: Tensor) -> Tensor:
+    share = (torch.sigmoid(output) > 0.5).float()
+    both = (share * y).sum()
+    return 1 - (2 * both + 1) / (share.sum() + y.sum() + 1)
+
+
+def soft_overlap(share: Tensor, y: Tensor) -> Tensor:
+    both = (share * y).sum()
+    return 1 - (2 * both + 1) / (share.sum() + y.sum() + 1)
+
+
+def slopes(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    part = torch.rand(real.size(0), 1)
+    x = (part * real + (1 - part) * fake).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(x).sum(), x)
+    return ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+
+def slopes_with_a_graph(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    x = torch.cat([real, fake]).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    return ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+
+def once_in_a_while(critic: nn.Module, x: Tensor, step: int) -> Tensor:
+    if step % 4 != 3:
+        return torch.zeros(())
+    return slopes_with_a_graph(critic, x, x)
+
+
+def threshold_in_a_function(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    output = model(x)
+    loss = fn.binary_cross_entropy_with_logits(output, y) + overlap(output, y)
+    loss.backward()
+    optimizer.step()
+
+
+def threshold_that_is_given(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    output = model(x)
+    loss = fn.binary_cross_entropy_with_logits(output, y) + 0.5 * soft_overlap((output > 0).float(), y)
+    loss.backward()
+    optimizer.step()
+
+
+def threshold_by_name(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    output = model(x)
+    chosen = (output > 0).float()
+    dice = soft_overlap(chosen, y)
+    bce = fn.binary_cross_entropy_with_logits(output, y)
+    (bce + dice).backward()
+    optimizer.step()
+
+
+def penalty_without_a_graph(rank: int, world: int) -> None:
+    critic, optimizer, x, _ = begun()
+    fake = nn.Linear(8, 8)(x).detach()
+    loss = critic(fake).mean() - critic(x).mean() + 10 * slopes(critic, x, fake)
+    loss.backward()
+    optimizer.step()
+
+
+def overlap_that_trains(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    output = model(x)
+    loss = fn.binary_cross_entropy_with_logits(output, y) + soft_overlap(torch.sigmoid(output), y)
+    loss.backward()
+    optimizer.step()
+
+
+def penalty_with_a_graph(rank: int, world: int) -> None:
+    critic, optimizer, x, _ = begun()
+    loss = critic(-x).mean() - critic(x).mean() + 10 * slopes_with_a_graph(critic, x, -x)
+    loss.backward()
+    optimizer.step()
+
+
+def penalty_once_in_a_while(rank: int, world: int) -> None:
+    critic, optimizer, x, _ = begun()
+    for step in range(2):
+        loss = critic(-x).mean() - critic(x).mean() + once_in_a_while(critic, x, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def penalty_in_a_branch(rank: int, world: int) -> None:
+    critic, optimizer, x, _ = begun()
+    for step in range(2):
+        penalty = torch.zeros(())
+        if step % 4 == 3:
+            penalty = slopes_with_a_graph(critic, x, -x)
+        loss = critic(-x).mean() - critic(x).mean() + penalty
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def overlap_that_is_printed(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    output = model(x)
+    loss = fn.binary_cross_entropy_with_logits(output, y)
+    print(float(overlap(output, y)))
+    loss.backward()
+    optimizer.step()
+
+
+def value_shown_with_another_gradient(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    output = model(x)
+    near = soft_overlap(torch.sigmoid(output), y)
+    loss = near - near.detach() + overlap(output, y)
+    loss.backward()
+    optimizer.step()
+
+
+def threshold_of_a_teacher(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    teacher = nn.Linear(8, 1)
+    loss = fn.binary_cross_entropy_with_logits(model(x), y) + overlap(teacher(x), y)
+    loss.backward()
+    optimizer.step()
+
+
+def share_of_samples(rank: int, world: int) -> None:
+    """Added to what is divided by it, which counts and is no term of its own."""
+    model, optimizer, x, y = begun()
+    output = model(x)
+    sure = (output.detach().abs() > 0.01).float()
+    each = fn.binary_cross_entropy_with_logits(output, y, reduction="none")
+    loss = (each * sure).sum() / (sure.sum() + 1) + 0.1 * sure.mean()
+    loss.backward()
+    optimizer.step()
+
+
+def shifted_by_its_largest(rank: int, world: int) -> None:
+    model, optimizer, x, _ = begun()
+    output = model(x).squeeze(1)
+    largest = output[output.argmax()].detach()
+    loss = largest + (output - largest).exp().sum().log()
+    loss.backward()
+    optimizer.step()
+
+
+WRONG_UNTRAINED: tuple[Loop, ...] = tuple(
+    Loop(run, rule="run.term-constant")
+    for run in (*(threshold_in_a_function, threshold_that_is_given, threshold_by_name, penalty_without_a_graph),)
+)
+RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
+    Loop(run)
+    for run in (
+        *(overlap_that_trains, penalty_with_a_graph, penalty_once_in_a_while, penalty_in_a_branch),
+        *(overlap_that_is_printed, value_shown_with_another_gradient, threshold_of_a_teacher, share_of_samples),
+        shifted_by_its_largest,
+    )
+)
