@@ -29,6 +29,7 @@ from prepkit.auditing import workers
 from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.forwards import Forwards, sizes_of
+from prepkit.auditing.inputs import Inputs
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
@@ -107,6 +108,7 @@ class Window:
     libraries: LibraryCalls = field(factory=LibraryCalls)
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
+    inputs: Inputs = field(factory=Inputs)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -136,7 +138,7 @@ class Window:
             stack.enter_context(scripts_read_plain())
             stack.enter_context(called_first(self._enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            for room in (*rooms, self.libraries, self.turns, self.beginnings, Standing(self.arrivals)):
+            for room in (*rooms, self.libraries, self.turns, self.beginnings, self.inputs, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -230,6 +232,7 @@ class Window:
             "libraries": self.libraries.facts(alive, self.called()),
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),
+            "inputs": self.inputs.facts(),
         }
 
     def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:
@@ -270,6 +273,7 @@ class Window:
         def left(outputs: Any) -> None:
             self.draws = self.draws or (type(unwrap_root(module)[-1]).__name__ if generator("cpu") != before else "")
             leaves(outputs)
+            self.inputs.leaves(module, (args, kwargs), outputs)
 
         return left
 
