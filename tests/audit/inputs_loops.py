@@ -197,11 +197,40 @@ def recomputed_noise() -> None:
     taken(model, adam(model), (again - x).square().mean() + mean.square().mean())
 
 
+# --- labels of masked places ---
+
+
+class SmallMaskedLM(nn.Module):
+    """Sees both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(30, 8), nn.Linear(8, 30)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        words = self.words(ids)
+        return self.head(words + words.mean(1, keepdim=True))
+
+
+def masked(*, late: bool) -> Callable[[], None]:
+    """``late``: the labels are taken once the places are masked."""
+
+    def run() -> None:
+        model, ids = SmallMaskedLM(), torch.randint(3, 30, (8, 12))
+        chosen = torch.rand(8, 12) < 0.3
+        given = ids.masked_fill(chosen, 2)
+        labels = (given if late else ids).masked_fill(~chosen, -100)
+        taken(model, adam(model), fn.cross_entropy(model(given).view(-1, 30), labels.flatten()))
+
+    return run
+
+
 WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.padding-read", "item_that_is_the_pad", rated()),
     wrong("run.padding-read", "last_item_that_is_the_pad", rated(pads=-1)),
     wrong("run.order-read", "survival_unsorted", survival()),
     wrong("run.order-read", "survival_by_sums", survival(loss=by_sums)),
+    wrong("run.shifted", "masked_before_labels", masked(late=True)),
     wrong("run.noise-uniform", "latent_uniform", latent(uniform)),
     wrong("run.noise-uniform", "latent_uniform_softplus", latent(lambda one: torch.rand(one.shape), fn.softplus)),
 )
@@ -217,7 +246,8 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("survival_sorted_together", survival(collated=True)),
     right("classes_in_order", classes_in_order),
     right("rewards_to_go", rewards_to_go),
-    right("latent_normal", latent(lambda one: torch.randn_like(one))),
+    right("masked_behind_labels", masked(late=False)),
+    right("latent_normal", latent(torch.randn_like)),
     right("latent_centred", latent(lambda one: torch.rand_like(one) * 2 - 1)),
     right("dropped_by_hand", dropped_by_hand),
     right("dequantized", dequantized),
