@@ -59,7 +59,7 @@ class Carried:
     def _reads(self, plain: Callable[..., Any], reading: Any) -> Any:
         batch = plain(reading)
         if threading.current_thread() is threading.main_thread():  # others read ahead
-            self._sampler = _draws(reading)
+            self._sampler = shuffles_by(reading)
             self._batches += bool(self._sampler)
             first = next((one for one in tree_leaves(batch) if isinstance(one, Tensor) and one.dim()), None)
             self._samples = 0 if first is None else len(first)
@@ -93,7 +93,7 @@ def _memory(state: Any) -> Iterator[StorageWeakRef]:
             yield StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]  # torch
 
 
-def _draws(reading: Any) -> str:
+def shuffles_by(reading: Any) -> str:
     """The class of what draws the samples of a loader at random; empty: nothing is known to."""
     sampler = getattr(reading._index_sampler, "sampler", reading._index_sampler)
     drawn = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)

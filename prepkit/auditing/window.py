@@ -29,6 +29,7 @@ from prepkit.auditing import workers
 from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.forwards import Forwards, sizes_of
+from prepkit.auditing.inputs import Inputs
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
@@ -109,6 +110,7 @@ class Window:
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
     ratios: Ratios = field(factory=Ratios)
+    inputs: Inputs = field(factory=Inputs)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -138,7 +140,8 @@ class Window:
             stack.enter_context(scripts_read_plain())
             stack.enter_context(called_first(self._enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            for room in (*rooms, self.libraries, self.turns, self.beginnings, self.ratios, Standing(self.arrivals)):
+            more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs)
+            for room in (*rooms, *more, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -234,6 +237,7 @@ class Window:
             "libraries": self.libraries.facts(alive, self.called()),
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),
+            "inputs": self.inputs.facts(),
         }
 
     def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:
@@ -274,6 +278,7 @@ class Window:
         def left(outputs: Any) -> None:
             self.draws = self.draws or (type(unwrap_root(module)[-1]).__name__ if generator("cpu") != before else "")
             leaves(outputs)
+            self.inputs.leaves(module, (args, kwargs), outputs)
 
         return left
 

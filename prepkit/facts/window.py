@@ -6,6 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.inputs import InputFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
 from prepkit.facts.terms import TermFacts
@@ -212,6 +213,7 @@ class WindowFacts:
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
     beginnings: BeginningFacts = BeginningFacts()
+    inputs: InputFacts = InputFacts()
     carried: tuple[tuple[str, str, str], ...] = ()
     """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
     sampler."""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
+from prepkit.facts.inputs import InputFacts, PaddingRead
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
 from prepkit.facts.loops import ByPass, TurnFacts
@@ -117,6 +118,11 @@ def asked(**found: Any) -> RunFacts:
 def computed(**found: Any) -> RunFacts:
     """Facts with this of what a program computes on the way."""
     return evolve(FINE, window=WindowFacts(values=ValueFacts(**found)))
+
+
+def handed(**found: Any) -> RunFacts:
+    """Facts with this of what a program hands to its layers and losses."""
+    return evolve(FINE, window=WindowFacts(inputs=InputFacts(**found)))
 
 
 SCRAMBLED = Permuted(line="train.py:9", function="view", before=(2, 8, 6, 5), after=(2, 5, 48), order=(0, 3, 1, 2))
@@ -347,6 +353,9 @@ BROKEN: dict[str, RunFacts] = {
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), division="sampler", replicas=2, weights=5),),
     ),
     "run.samples-placed": asked(placed=True),
+    "run.padding-read": handed(padding=(PaddingRead(line="train.py:9", row=0, samples=14, batch=64),)),
+    "run.order-read": handed(ordered=(("train.py:9", "logcumsumexp", "RandomSampler"),)),
+    "run.noise-uniform": handed(uniform=("train.py:12",)),
     "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
     "run.target-given": asked(holds="x[:, 23]"),

@@ -21,6 +21,7 @@ from tests.audit.alike_loops import RIGHT_ALIKE, WRONG_ALIKE
 from tests.audit.beginnings_loops import RIGHT_BEGINNINGS, WRONG_BEGINNINGS
 from tests.audit.by_libraries import engine_of
 from tests.audit.case import WIDTH, adam, divided, net, rows
+from tests.audit.inputs_loops import RIGHT_INPUTS, WRONG_INPUTS
 from tests.audit.libraries_loops import RIGHT_ASKED, WRONG_ASKED
 from tests.audit.loops import (
     RIGHT,
@@ -533,6 +534,7 @@ def pads_that_count(rank: int, world: int) -> None:
 
 WRONG: tuple[Loop, ...] = (
     *WRONG_VALUES,
+    *WRONG_INPUTS,
     *WRONG_SEQUENCES,
     *MISGIVEN,
     *TURNED,
@@ -604,5 +606,5 @@ WRONG: tuple[Loop, ...] = (
 )
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
-    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *WRONG),
+    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *RIGHT_INPUTS, *WRONG),
 )

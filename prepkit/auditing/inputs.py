@@ -1,0 +1,276 @@
+"""What a program hands to its layers and losses: ids that stand for pads, samples in an order, noise."""
+
+from __future__ import annotations
+
+import ast
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from prepkit.auditing.asking import tensors
+from prepkit.auditing.carried import shuffles_by
+from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.terms import graph, name_of
+from prepkit.facts.inputs import InputFacts, PaddingRead
+from prepkit.observe.prepared.around import frames_above, line_of_program, nodes, own_frames, parsed
+from prepkit.observe.prepared.around import name_of as called_as
+from prepkit.observe.prepared.instead import around_calls
+
+FEW = 4
+"""Samples of which nothing is told."""
+MOST_ROWS = 1 << 14
+"""Samples of a batch that are looked at."""
+MOST_NUMBERS = 1 << 20
+"""Numbers of an input that are looked at."""
+MOST = 16
+"""Draws and lookups that are remembered between two backwards."""
+SOME = 1 << 12
+"""Numbers of a draw that are compared."""
+CUMULATIVE = {"Cumsum": "cumsum", "Logcumsumexp": "logcumsumexp", "Cumprod": "cumprod"}
+MOVES = frozenset({"Index", "IndexSelect", "Gather", "Sort", "Take", "Topk", "TakeAlongDim"})
+"""Nodes of a graph that may put samples in order."""
+WIDENS = frozenset({"Exp", "Softplus"})
+"""What makes a standard deviation of an output."""
+MOST_COLUMNS = 8
+"""Of a table that may say in which order samples are."""
+
+
+@frozen(kw_only=True, eq=False)
+class _Lookup:
+    """Samples for which a table gave the row of its pads."""
+
+    line: str
+    row: int
+    rows: Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class _Draw:
+    """Some numbers that were drawn."""
+
+    line: str
+    shape: torch.Size
+    at: int
+    """Where the first of them lies."""
+    some: Tensor
+
+
+@define(eq=False)
+class Inputs:
+    """Listens inside ``on()``."""
+
+    _padding: dict[str, PaddingRead] = field(factory=dict)
+    _ordered: dict[tuple[str, str, str], None] = field(factory=dict)
+    _uniform: dict[str, None] = field(factory=dict)
+    _lookups: list[_Lookup] = field(factory=list)
+    """Since the last call of a model."""
+    _batch: list[weakref.ref[Tensor]] = field(factory=list)
+    """Tensors of the last batch that a loader gave."""
+    _sampler: str = ""
+    """What has drawn that at random; empty: it was read in order."""
+    _samples: int = 0
+    """Those of it that a model was called with, as they came, since the last backward; 0: none was."""
+    _hooked: bool = False
+    """Whether hooks hang on what graphs save, which compute it anew."""
+    _draws: list[_Draw] = field(factory=list)
+    """Numbers in [0, 1) since then."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with ExitStack() as stack:
+            stack.enter_context(around_calls(nn.functional, "embedding", self._looks_up))
+            stack.enter_context(around_calls(_BaseDataLoaderIter, "__next__", self._reads))
+            stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            stack.enter_context(around_calls(saved_tensors_hooks, "__enter__", self._hooks))
+            for name in ("rand", "rand_like"):
+                stack.enter_context(around_calls(torch, name, self._drawn))
+            yield
+
+    def facts(self) -> InputFacts:
+        """What was heard so far."""
+        return InputFacts(
+            padding=tuple(self._padding.values()), ordered=tuple(self._ordered), uniform=tuple(self._uniform)
+        )
+
+    def leaves(self, module: nn.Module, given: Any, outputs: Any) -> None:
+        """Hears what a model that trains was called with from outside of any other, and what it gave."""
+        inputs = [one for one in tensors(given) if type(one) is Tensor and one.dim() and not one.is_meta]
+        for lookup in self._lookups if not isinstance(module, nn.Embedding) else ():
+            if lookup.line not in self._padding and (told := _told_alike(lookup, inputs, outputs)) is not None:
+                self._padding[lookup.line] = told
+        self._lookups = []
+        batch = [one for known in self._batch if (one := known()) is not None]
+        if self._sampler and any(_is_same(one, other) for one in inputs for other in batch):
+            self._samples = len(batch[0])
+
+    def _looks_up(self, plain: Any, ids: Any, weight: Any, padding_idx: Any = None, *given: Any, **named: Any) -> Any:
+        if padding_idx is not None and not torch.compiler.is_compiling() and _is_plain(ids) and ids.dim() == 1:
+            rows = padding_idx if padding_idx >= 0 else len(weight) + padding_idx
+            if torch.is_grad_enabled() and FEW < len(ids) <= MOST_ROWS and getattr(weight, "requires_grad", False):
+                there = (ids == rows).cpu()
+                if _lie_apart(there) and (line := line_of_program(frames_above(__file__))):
+                    self._lookups = [*self._lookups, _Lookup(line=line, row=rows, rows=there)][-MOST:]
+        return plain(ids, weight, padding_idx, *given, **named)
+
+    def _reads(self, plain: Callable[..., Any], reading: Any) -> Any:
+        batch = plain(reading)
+        if threading.current_thread() is threading.main_thread():  # others read ahead
+            found = [one for one in tree_leaves(batch) if _is_plain(one) and one.dim()]
+            self._sampler, self._batch = shuffles_by(reading), [weakref.ref(one) for one in found]
+        return batch
+
+    def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            self._hooked = True
+        return plain(*given, **named)
+
+    def _drawn(self, plain: Any, *given: Any, **named: Any) -> Any:
+        drawn = plain(*given, **named)
+        if not torch.compiler.is_compiling() and _is_plain(drawn) and drawn.numel() >= MOST:
+            some = _some_of(drawn)
+            line = line_of_program(frames_above(__file__))
+            draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=some)
+            self._draws = [*self._draws, draw][-MOST:]
+        return drawn
+
+    def _backward(self, plain: Any, losses: Any, *given: Any, **named: Any) -> Any:
+        nested = torch._C._current_graph_task_id() != -1
+        if not torch.compiler.is_compiling() and not nested:
+            loss = losses[0] if isinstance(losses, tuple | list) and losses else losses
+            node = getattr(loss, "grad_fn", None)
+            if (self._samples or self._draws) and node is not None:
+                self._looks(graph(node))
+            self._samples, self._draws = 0, []
+        return plain(losses, *given, **named)
+
+    def _looks(self, every: list[Any]) -> None:
+        if self._samples > FEW:
+            found = (one for one in every if name_of(one) in CUMULATIVE and _is_over(one, self._samples))
+            if (one := next(found, None)) is not None and not self._in_order(one):
+                function = CUMULATIVE[name_of(one)]
+                self._ordered[_line_of(function), function, self._sampler] = None
+        for draw in self._draws if not self._hooked else ():
+            if draw.line and any(_spreads(one, draw) for one in every if name_of(one) == "Add"):
+                self._uniform[draw.line] = None
+
+    def _in_order(self, node: Any) -> bool:
+        """Whether something has put the samples in order that this node accumulates over, or they lie in one."""
+        if any(name_of(one) in MOVES for one in graph(node)) or not graph(node):
+            return True
+        held = (value for one in own_frames() for value in [*one.f_locals.values()])
+        leaves = [one for value in held for one in (value if isinstance(value, list | tuple) else (value,))]
+        leaves += [one for known in self._batch if (one := known()) is not None]
+        return any(_has_order(one, self._samples) for one in leaves)
+
+
+def _is_plain(one: Any) -> bool:
+    """Return whether it is a tensor that can be read, and no transform of torch.func or of a compiler is on."""
+    return type(one) is Tensor and not one.is_meta and torch._C._functorch.maybe_current_level() is None
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.layout == torch.strided and one.data_ptr() == other.data_ptr()
+
+
+def _some_of(drawn: Tensor) -> Tensor:
+    return drawn.detach().flatten()[:: drawn.numel() // SOME + 1].clone()
+
+
+# --- ids that stand for pads ---
+
+
+def _lie_apart(there: Tensor) -> bool:
+    """Return whether there are some in most places of which the next is another: pads stand in runs."""
+    count = int(there.sum())
+    runs = int((there[1:] & ~there[:-1]).sum()) + int(there[0])
+    return FEW <= count < len(there) and 2 * runs > count
+
+
+def _told_alike(lookup: _Lookup, inputs: Iterable[Tensor], outputs: Any) -> PaddingRead | None:
+    """What a model says of all samples with such an id, where it says the same though they differ otherwise."""
+    there, count = lookup.rows, len(lookup.rows)
+    given = [one for one in inputs if len(one) == count and one.numel() <= MOST_NUMBERS]
+    made = next((one.detach() for one in tensors(outputs) if one.dim() and len(one) == count), None)
+    if made is None or made.numel() > MOST_NUMBERS or not any(_differ(one.detach().cpu()[there]) for one in given):
+        return None
+    made = made.cpu()
+    if _differ(made[there]) or not _differ(made[~there]):
+        return None
+    return PaddingRead(line=lookup.line, row=lookup.row, samples=int(there.sum()), batch=count)
+
+
+def _differ(rows: Tensor) -> bool:
+    return bool((rows != rows[:1]).any())
+
+
+# --- an order of samples ---
+
+
+def _is_over(node: Any, samples: int) -> bool:
+    """Return whether a node accumulates one number of each sample over all of them."""
+    shape, dim = tuple(node._input_metadata[0].shape), int(node._saved_dim)
+    dim = dim - (1 << 64) if dim >= 1 << 63 else dim
+    return sorted(shape)[-1:] == [samples] and torch.Size(shape).numel() == samples == shape[dim]
+
+
+def _has_order(one: Any, samples: int) -> bool:
+    """Return whether a tensor, or a column of one, has its numbers in order."""
+    if not _is_plain(one) or not 0 < one.dim() < 3 or len(one) != samples or one.numel() > samples * MOST_COLUMNS:
+        return False
+    columns = one.detach().reshape(samples, -1).double()
+    steps = columns[1:] - columns[:-1]
+    return bool((((steps >= 0).all(0) | (steps <= 0).all(0)) & (steps != 0).any(0)).any())
+
+
+def _line_of(function: str) -> str:
+    """The only line of the program that calls it; else the line that goes backward."""
+    files = dict.fromkeys(one.f_code.co_filename for one in own_frames())
+    calls = [(file, one) for file in files for one in nodes(parsed(file)) if isinstance(one, ast.Call)]
+    lines = {f"{Path(file).name}:{one.lineno}" for file, one in calls if called_as(one) == function}
+    return lines.pop() if len(lines) == 1 else line_of_program(frames_above(__file__))
+
+
+# --- noise ---
+
+
+def _spreads(node: Any, draw: _Draw) -> bool:
+    """Return whether it adds something that trains to this draw times a standard deviation, each of one shape."""
+    inside = [one for one, _ in node.next_functions]
+    if tuple(node._input_metadata[0].shape) != tuple(draw.shape) or None in inside:
+        return False
+    products = [one for one in inside if name_of(one) == "Mul"]  # of two it is a mixture
+    return len(products) == 1 and _is_widened(products[0], draw)
+
+
+def _is_widened(node: Any, draw: _Draw) -> bool:
+    factors = [one for one, _ in node.next_functions]
+    saved = [_saved(node, name) for name in ("_saved_self", "_saved_other")]
+    drawn = (one for one in saved if isinstance(one, Tensor) and one.shape == draw.shape)
+    if factors.count(None) != 1 or not any(one.data_ptr() == draw.at and _holds(one, draw) for one in drawn):
+        return False
+    (deviation,) = (one for one in factors if one is not None)
+    while name_of(deviation) in ("Sqrt", "Add", *SHAPES) and deviation.next_functions[0][0] is not None:
+        deviation = deviation.next_functions[0][0]
+    return name_of(deviation) in WIDENS
+
+
+def _saved(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name, None)
+    except RuntimeError:  # freed, or written over since
+        return None
+
+
+def _holds(one: Tensor, draw: _Draw) -> bool:
+    return torch.equal(_some_of(one), draw.some)

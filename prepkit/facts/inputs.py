@@ -1,0 +1,29 @@
+"""What a program hands to its layers and losses: samples as they are read, ids, noise."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class PaddingRead:
+    """A table whose row of zeros stands for what samples are really about."""
+
+    line: str
+    """Where it is looked up."""
+    row: int
+    """Its ``padding_idx``."""
+    samples: int
+    """Of a batch those with that id, of which a model says one and the same."""
+    batch: int
+
+
+@frozen(kw_only=True)
+class InputFacts:
+    """What a program hands to its layers and losses."""
+
+    padding: tuple[PaddingRead, ...] = ()
+    ordered: tuple[tuple[str, str, str], ...] = ()
+    """Lines that accumulate over the samples of a batch which nobody has sorted, the function, and what draws them."""
+    uniform: tuple[str, ...] = ()
+    """Lines that draw in [0, 1) what is multiplied by a standard deviation and added to a mean."""

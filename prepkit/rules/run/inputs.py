@@ -1,0 +1,64 @@
+"""What a program hands to its layers and losses: samples as they are read, ids, noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prepkit.facts.inputs import InputFacts
+from prepkit.facts.run import RunFacts
+from prepkit.findings import Severity
+from prepkit.rules.rule import Hit, Moment, Rule
+
+
+def _given(facts: RunFacts) -> InputFacts:
+    return facts.window.inputs if facts.window is not None else InputFacts()
+
+
+def _padding(facts: RunFacts) -> Iterator[Hit]:
+    for one in _given(facts).padding:
+        what = f"{one.samples} of {one.batch} samples have id {one.row}, the padding_idx of this table: its row"
+        yield Hit(one.line, f"{what} never trains, and the model says the same of all of them.")
+
+
+def _ordered(facts: RunFacts) -> Iterator[Hit]:
+    for line, function, sampler in _given(facts).ordered:
+        what = f"{function} runs over the samples of a batch in the order in which {sampler} has drawn them: nothing"
+        yield Hit(line, f"{what} has sorted them, so that the loss depends on that order.")
+
+
+def _uniform(facts: RunFacts) -> Iterator[Hit]:
+    for line in _given(facts).uniform:
+        what = "Numbers in [0, 1) are multiplied by a standard deviation and added to a mean: all of them are above it,"
+        yield Hit(line, f"{what} and their spread is another.")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="run.padding-read",
+        summary="The padding_idx of a table is the id of pads, and of nothing that is to be learned.",
+        check=_padding,
+        at=(Moment.AUDIT,),
+        fix="Leave padding_idx out, or number what is learned from 1 and make the table one row longer.",
+        severity=Severity.WARNING,
+        source=("torch Embedding: padding_idx",),
+    ),
+    Rule(
+        id="run.order-read",
+        summary="What accumulates over samples runs over sorted ones.",
+        check=_ordered,
+        at=(Moment.AUDIT,),
+        fix="Sort first: order = time.argsort(descending=True), then risk[order] and event[order].",
+        severity=Severity.WARNING,
+        source=("torch.logcumsumexp", "Cox: partial likelihood"),
+    ),
+    Rule(
+        id="run.noise-uniform",
+        summary="Noise that has a mean and a standard deviation is normal.",
+        check=_uniform,
+        at=(Moment.AUDIT,),
+        fix="Write torch.randn_like in the place of torch.rand_like.",
+        severity=Severity.WARNING,
+        source=("torch.randn_like",),
+    ),
+)
+"""Reporting order."""
