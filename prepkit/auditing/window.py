@@ -36,6 +36,7 @@ from prepkit.auditing.loops import Turning
 from prepkit.auditing.losses import Losses, leads_to_parameter
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
+from prepkit.auditing.shares import Shares
 from prepkit.auditing.standing import Standing
 from prepkit.auditing.terms import Terms
 from prepkit.auditing.values import Computing
@@ -107,6 +108,7 @@ class Window:
     libraries: LibraryCalls = field(factory=LibraryCalls)
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
+    shares: Shares = field(factory=Shares)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -136,7 +138,7 @@ class Window:
             stack.enter_context(scripts_read_plain())
             stack.enter_context(called_first(self._enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            for room in (*rooms, self.libraries, self.turns, self.beginnings, Standing(self.arrivals)):
+            for room in (*rooms, self.libraries, self.turns, self.beginnings, self.shares, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -161,7 +163,8 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        return {**self.ledger.told(), **self.beginnings.told(), "loaded_itself": tuple(self.loads.itself)}
+        itself = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
+        return {**self.ledger.told(), **self.beginnings.told(), **itself}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""

@@ -8,6 +8,7 @@ from attrs import frozen
 
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
+from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.facts.values import BeginningFacts, ValueFacts
 
@@ -211,6 +212,7 @@ class WindowFacts:
     values: ValueFacts = ValueFacts()
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
+    shares: ShareFacts = ShareFacts()
     beginnings: BeginningFacts = BeginningFacts()
     carried: tuple[tuple[str, str, str], ...] = ()
     """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
