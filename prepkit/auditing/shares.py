@@ -161,7 +161,8 @@ class Shares:
                 frames = list(frames_above(__file__))
                 self._twice = _divided_twice(loss.grad_fn, frames) if not self._twice[2] else self._twice
                 self._looks_for_gathered(loss.grad_fn)
-                mark = loss.grad_fn.metadata.setdefault(MARK, _Mark())
+                kept: Any = loss.grad_fn.metadata
+                mark = kept.setdefault(MARK, _Mark())
                 self._marks.append((self._steps, weakref.ref(mark)))
             self._gathers = []
         return plain(tensors, *given, **named)
@@ -184,7 +185,7 @@ class Shares:
         parts = [one.detach() for one in into] if isinstance(into, list) else [into.detach()]
         ranks = sum(one.numel() for one in parts) // part.numel()
         whole = parts[0].flatten() if len(parts) == 1 else None
-        places = torch.linspace(0, ranks * part.numel() - 1, SAMPLE, dtype=torch.float64).long().unique()
+        places = torch.linspace(0, ranks * part.numel() - 1, SAMPLE, dtype=torch.float64).long()
         with torch.no_grad():
             if whole is not None:
                 numbers = whole[places.to(whole.device)]
@@ -335,15 +336,15 @@ def _clips_behind(frames: list[FrameType]) -> tuple[str, str]:
         return "", ""
     between = [name for line, name, _ in behind if line != late[0] and name in ("backward", "manual_backward", "step")]
     between += [name for line, name, call in behind if name == "step" and line > late[0]]
-    most = [float(one.value) for one in ast.walk(late[1]) if isinstance(one, ast.Constant) and _is_number(one.value)]
-    if between or "inf" in ast.unparse(late[1]) or any(one > MOST_NORM for one in most):
+    most = [one.value for one in ast.walk(late[1]) if isinstance(one, ast.Constant)]
+    if (
+        between
+        or "inf" in ast.unparse(late[1])
+        or any(isinstance(one, int | float) and one > MOST_NORM for one in most)
+    ):
         return "", ""
     place = line_of_program([frame])
     return f"{place.partition(':')[0]}:{late[0]}", place
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _is_plain(tensor: Any) -> bool:
