@@ -330,18 +330,16 @@ def _clips_behind(frames: list[FrameType]) -> tuple[str, str]:
     begin, end = innermost(frame.f_code, frame.f_lineno)
     calls = [one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call)]
     inside = [one for one in calls if begin and begin <= one.lineno <= end]
-    behind = sorted((one.lineno, name_of(one), one) for one in inside if one.lineno > frame.f_lineno)
+    later = (one for one in inside if one.lineno > frame.f_lineno)
+    behind = [(one.lineno, name_of(one), one) for one in sorted(later, key=lambda one: one.lineno)]
     late = next(((line, call) for line, name, call in behind if name in CLIPS), None)
     if late is None or any(name in CLIPS and one.lineno <= frame.f_lineno for one in inside for name in [name_of(one)]):
         return "", ""
     between = [name for line, name, _ in behind if line != late[0] and name in ("backward", "manual_backward", "step")]
     between += [name for line, name, call in behind if name == "step" and line > late[0]]
     most = [one.value for one in ast.walk(late[1]) if isinstance(one, ast.Constant)]
-    if (
-        between
-        or "inf" in ast.unparse(late[1])
-        or any(isinstance(one, int | float) and one > MOST_NORM for one in most)
-    ):
+    unbounded = any(isinstance(one, int | float) and one > MOST_NORM for one in most)
+    if between or unbounded or "inf" in ast.unparse(late[1]):
         return "", ""
     place = line_of_program([frame])
     return f"{place.partition(':')[0]}:{late[0]}", place
