@@ -38,8 +38,6 @@ SURE = 0.99
 ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
 """Words in the name of a class that is there to compare samples of a batch, or to compute them by one scale."""
 CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
-
-
 LARGE = 1 << 22
 """Elements up to which what two calls were given is compared."""
 FEW = 8  # samples from which on it is no chance that all targets stand in an input

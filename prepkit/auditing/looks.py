@@ -20,7 +20,10 @@ from prepkit.rules.rule import Moment, Need, findings_of
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
-LATER = ("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one")
+LATER = (
+    *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
+    *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept"),
+)
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)

@@ -38,6 +38,7 @@ from prepkit.auditing.losses import Losses, leads_to_parameter
 from prepkit.auditing.ratios import Ratios
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
+from prepkit.auditing.shares import Shares
 from prepkit.auditing.standing import Standing
 from prepkit.auditing.terms import Terms
 from prepkit.auditing.values import Computing
@@ -55,7 +56,7 @@ from prepkit.observe.prepared.around import (
     stepped_next,
     ticked_in_loop,
 )
-from prepkit.observe.prepared.instead import around_calls, scripts_read_plain
+from prepkit.observe.prepared.instead import around_calls, called_first, scripts_read_plain
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import averages
 from prepkit.observe.prepared.modules import elsewhere, float16_units, generator
@@ -111,6 +112,7 @@ class Window:
     beginnings: Beginnings = field(factory=Beginnings)
     ratios: Ratios = field(factory=Ratios)
     inputs: Inputs = field(factory=Inputs)
+    shares: Shares = field(factory=Shares)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -140,7 +142,7 @@ class Window:
             stack.enter_context(scripts_read_plain())
             stack.enter_context(called_first(self._enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs)
+            more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares)
             for room in (*rooms, *more, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
@@ -166,7 +168,7 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle()}
+        own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle(), "shares": self.shares.told()}
         return {**self.ledger.told(), **self.beginnings.told(), **own}
 
     def called(self) -> list[nn.Module]:
@@ -471,32 +473,3 @@ def _scalers() -> list[type]:
 def goes_backward() -> bool:
     """Return whether this is inside of a backward, as in a hook of a parameter's."""
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], Callable[[Any], None] | None]) -> Iterator[None]:
-    """Inside, ``tell`` hears of modules that are called from outside of any other, and how, before they are.
-
-    It may return what hears of their outputs.
-    """
-    plain, listens = nn.Module.__call__, True
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not listens:  # torch.compile keeps what it finds here, and traces it
-            return plain(module, *args, **kwargs)
-        leaves = tell(module, args, kwargs)
-        nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
-        try:
-            result = plain(module, *args, **kwargs)
-        finally:
-            if listens:  # else it has ended inside
-                nn.Module.__call__ = call  # type: ignore[method-assign]
-        if leaves is not None:
-            leaves(result)
-        return result
-
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__, listens = plain, False  # type: ignore[method-assign]

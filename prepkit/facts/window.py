@@ -9,6 +9,7 @@ from attrs import frozen
 from prepkit.facts.inputs import InputFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
+from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.facts.values import BeginningFacts, ValueFacts
 
@@ -212,6 +213,7 @@ class WindowFacts:
     values: ValueFacts = ValueFacts()
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
+    shares: ShareFacts = ShareFacts()
     beginnings: BeginningFacts = BeginningFacts()
     inputs: InputFacts = InputFacts()
     carried: tuple[tuple[str, str, str], ...] = ()

@@ -18,13 +18,13 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from prepkit.auditing.window import called_first
 from prepkit.config import ClipNorm, ClipValue
 from prepkit.config.precision import PRECISIONS
 from prepkit.facts.loop import LoopState
 from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings.text import spans
 from prepkit.objects import names
+from prepkit.observe.prepared.instead import called_first
 from prepkit.proving.hooks import heard
 from prepkit.proving.other_rank import itself
 from prepkit.proving.proof import Proof, found_in, prove_record

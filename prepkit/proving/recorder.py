@@ -17,7 +17,6 @@ from attrs import define, evolve, field
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from prepkit.auditing.window import called_first
 from prepkit.facts.proof import ClipProof
 from prepkit.findings.text import some
 from prepkit.objects import names
@@ -25,7 +24,7 @@ from prepkit.objects.joint_optimizer import JointOptimizer
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
-from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.instead import around_calls, called_first
 from prepkit.proving import bare
 from prepkit.proving.called import Called, leaves_listened, micro_of, place_in
 from prepkit.proving.hooks import (

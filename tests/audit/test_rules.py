@@ -34,6 +34,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
+from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
 from prepkit.facts.values import BeginningFacts, Permuted, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
@@ -103,6 +104,10 @@ def switched(**now: Any) -> RunFacts:
 
 def began(**begun: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(beginnings=BeginningFacts(**begun)))
+
+
+def shared(**found: Any) -> RunFacts:
+    return evolve(FINE, window=WindowFacts(shares=ShareFacts(**found)))
 
 
 def told(**found: Any) -> RunFacts:
@@ -382,6 +387,11 @@ BROKEN: dict[str, RunFacts] = {
         scheduler=PreparedScheduler(name="OneCycleLR", drives_optimizer=True, horizon=24),
         window=WindowFacts(trainer="the Trainer", steps=24, ticks=3),
     ),
+    "run.loss-divided": shared(twice=("train.py:31", "accelerate", 4)),
+    "run.clipped-late": shared(clipped_late=("train.py:32", "train.py:31")),
+    "run.gathered-apart": shared(gathered=(("train.py:18", 2),)),
+    "run.unwaited": shared(unwaited=(("train.py:30", "all_reduce"),)),
+    "run.loss-kept": shared(kept=(("total", "train.py", 6),)),
     "run.schedule-idle": evolve(FINE, window=WindowFacts(turns=TurnFacts(idle=("CosineAnnealingLR", "train.py:12")))),
     "run.ticked-by-pass": evolve(
         FINE,

@@ -240,6 +240,37 @@ def scheduled(ticks: int) -> Train:
     return train
 
 
+def totals(kept: Callable[[Tensor], Tensor]) -> Train:
+    """A loop that adds this of each loss to a total."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        trained, total = layers(), torch.zeros(())
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+        for x, y in batches():
+            loss = fn.cross_entropy(trained(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total = total + kept(loss)
+
+    return train
+
+
+def totals_of_some_steps() -> None:
+    """A sum of several losses goes backward as one, and a list of them is emptied then."""
+    torch.manual_seed(0)
+    trained, losses = layers(), list[Tensor]()
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3)
+    for x, y in batches() * 3:
+        losses.append(fn.cross_entropy(trained(x), y))
+        if len(losses) == 3:
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.clear()
+
+
 def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
     gc.collect()  # models of programs before it
     audit = audit_run(train, steps=steps)
@@ -257,6 +288,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         (policy("anew"), "run.ratio-one"),
         (scheduled(4), "run.drift-ticks"),
         (turns(clears_first=False), "run.others-gradients"),
+        (totals(lambda loss: loss), "run.loss-kept"),
     ],
     ids=[
         "zero_grad forgotten",
@@ -266,6 +298,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
         "an old policy that is the new one",
         "a schedule of four ticks",
         "judge not cleared",
+        "a total with graphs",
     ],
 )
 def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rule: str) -> None:
@@ -281,6 +314,8 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         two_models(detached=False),
         scheduled(24),
         turns(clears_first=True),
+        totals(Tensor.detach),
+        totals_of_some_steps,
         warmed_up(clears_first=True),
         trunk_of_two_heads,
         trunk_of_four_micro_batches,
@@ -292,7 +327,8 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         policy("anew", passes=1),
     ],
     ids=[
-        *("plain", "evaluated", "two models", "a schedule that lasts", "turns", "warmed up", "heads", "slow", "last"),
+        *("plain", "evaluated", "two models", "a schedule that lasts", "turns", "total", "chains"),
+        *("warmed up", "heads", "slow", "last"),
         *("parts of one", "tasks", "a task that comes later", "an old policy", "on policy"),
     ],
 )

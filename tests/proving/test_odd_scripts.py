@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from prepkit.auditing.script import audit_run, audit_script
-from prepkit.auditing.window import called_first
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
+from prepkit.observe.prepared.instead import called_first
 from prepkit.proving.proof import Proof, prove_records
 from prepkit.proving.record_file import KEY, Micro, path_of, write
 from prepkit.proving.recorder import Recorder

@@ -55,7 +55,8 @@ WARNINGS = _ids(
         "units-alike norm-momentum layer-repeated state-carried "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
         "column-dropped pixels-raw view-permutes cast-to-nothing "
-        "schedule-idle ticked-by-pass",
+        "schedule-idle ticked-by-pass "
+        "loss-divided clipped-late gathered-apart unwaited loss-kept",
     }
 )
 """What is said, and refuses nothing."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from torch import nn
 
 
 @contextmanager
@@ -73,3 +74,32 @@ def scripts_read_plain() -> Iterator[None]:
 
     with around_calls(torch.jit, "script", scripts):
         yield
+
+
+@contextmanager
+def called_first(tell: Callable[[nn.Module, Any, dict[str, Any]], Callable[[Any], None] | None]) -> Iterator[None]:
+    """Inside, ``tell`` hears of modules that are called from outside of any other, and how, before they are.
+
+    It may return what hears of their outputs.
+    """
+    plain, listens = nn.Module.__call__, True
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not listens:  # torch.compile keeps what it finds here, and traces it
+            return plain(module, *args, **kwargs)
+        leaves = tell(module, args, kwargs)
+        nn.Module.__call__ = plain  # type: ignore[method-assign]  # inside, all is as it was, also for compilers
+        try:
+            result = plain(module, *args, **kwargs)
+        finally:
+            if listens:  # else it has ended inside
+                nn.Module.__call__ = call  # type: ignore[method-assign]
+        if leaves is not None:
+            leaves(result)
+        return result
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__, listens = plain, False  # type: ignore[method-assign]

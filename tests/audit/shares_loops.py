@@ -1,0 +1,232 @@
+"""Programs that share their work wrongly over micro-batches and ranks, and their right twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather as gathered_with_graph
+from torch.nn import functional as fn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from tests.audit.by_libraries import accelerator
+from tests.audit.case import WIDTH, adam, divided, net, rows
+from tests.audit.loops import Loop
+
+MICRO = 2
+# --- accelerate ---
+
+
+def prepared(**options: Any) -> tuple[Any, Any, Any, Any]:
+    ours = accelerator(**options)
+    model = net()
+    return ours, *ours.prepare(model, adam(model), DataLoader(rows(), 4, shuffle=True))
+
+
+def divided_under_accumulate(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared(gradient_accumulation_steps=MICRO)
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y) / MICRO)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def accumulates(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared(gradient_accumulation_steps=MICRO)
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def mean_of_two_losses(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared(gradient_accumulation_steps=2)
+    for x, y in loader:
+        with ours.accumulate(model):
+            outputs = model(x)
+            ours.backward((fn.cross_entropy(outputs, y) + 0.1 * outputs.square().mean()) / 2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def divides_by_itself(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared()
+    for at, (x, y) in enumerate(loader):
+        ours.backward(fn.cross_entropy(model(x), y) / MICRO)
+        if (at + 1) % MICRO == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipped_behind_the_step(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared()
+    for x, y in loader:
+        ours.backward(fn.cross_entropy(model(x), y))
+        optimizer.step()
+        ours.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.zero_grad()
+
+
+def clipped_before_the_step(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared()
+    for x, y in loader:
+        ours.backward(fn.cross_entropy(model(x), y))
+        ours.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- torch ---
+
+
+def torch_clips_behind_the_step(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.zero_grad()
+
+
+def norm_is_read_behind_the_step(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        optimizer.zero_grad()
+
+
+def clips_the_second_in_its_turn(rank: int, world: int) -> None:
+    maker, judge = net(), net()
+    first, second = adam(maker), adam(judge)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(maker(x), y).backward()
+        first.step()
+        fn.cross_entropy(judge(x), y).backward()
+        nn.utils.clip_grad_norm_(judge.parameters(), 1.0)
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+
+
+# --- ranks ---
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return fn.normalize(self.one(x), dim=-1), fn.normalize(self.other(x), dim=-1)
+
+
+def contrasts(rank: int, world: int, gather: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Pairs())
+    optimizer = adam(model)
+    for x, _ in divided(rank, world):
+        one, other = model(x)
+        ones, others, targets = gather(one), gather(other), torch.arange(len(x)) + rank * len(x)
+        loss = fn.cross_entropy(5 * one @ others.t(), targets) + fn.cross_entropy(5 * other @ ones.t(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.detach())
+    return parts
+
+
+def own_part_without_graph(rank: int, world: int) -> None:
+    contrasts(rank, world, lambda tensor: torch.cat(parts_of(tensor)))
+
+
+def own_part_put_back(rank: int, world: int) -> None:
+    def gather(tensor: Tensor) -> Tensor:
+        parts = parts_of(tensor)
+        parts[rank] = tensor
+        return torch.cat(parts)
+
+    contrasts(rank, world, gather)
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return torch.cat(parts_of(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gathered_by_a_function(rank: int, world: int) -> None:
+    contrasts(rank, world, Gather.apply)
+
+
+def gathered_by_torch(rank: int, world: int) -> None:
+    contrasts(rank, world, lambda tensor: torch.cat(gathered_with_graph(tensor)))
+
+
+def gathered_for_a_metric(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(net())
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        outputs = model(x)
+        torch.cat(parts_of(outputs)).argmax(-1)
+        fn.cross_entropy(outputs, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def averages_by_hand(rank: int, world: int, wait: Callable[[list[Any]], object]) -> None:
+    model = net()
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        fn.cross_entropy(model(x), y).backward()
+        works = []
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad /= world
+                works.append(dist.all_reduce(param.grad, async_op=True))
+        wait(works)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def nobody_waits(rank: int, world: int) -> None:
+    averages_by_hand(rank, world, lambda works: dist.barrier())
+
+
+def waits_for_each(rank: int, world: int) -> None:
+    averages_by_hand(rank, world, lambda works: [one.wait() for one in works])
+
+
+WRONG_SHARES: tuple[Loop, ...] = (
+    Loop(divided_under_accumulate, "accelerate", rule="run.loss-divided"),
+    Loop(clipped_behind_the_step, "accelerate", rule="run.clipped-late"),
+    Loop(torch_clips_behind_the_step, rule="run.clipped-late"),
+    Loop(own_part_without_graph, ranks=2, rule="run.gathered-apart"),
+    Loop(nobody_waits, ranks=2, rule="run.unwaited"),
+)
+RIGHT_SHARES: tuple[Loop, ...] = (
+    *(Loop(run, "accelerate") for run in (accumulates, mean_of_two_losses, divides_by_itself, clipped_before_the_step)),
+    *(Loop(run) for run in (norm_is_read_behind_the_step, clips_the_second_in_its_turn)),
+    *(Loop(run, ranks=2) for run in (own_part_put_back, gathered_by_a_function, gathered_by_torch)),
+    *(Loop(run, ranks=2) for run in (gathered_for_a_metric, waits_for_each)),
+)
