@@ -106,7 +106,7 @@ FAULTS: dict[str, Fault] = {
     "never sent": Fault("prove.not-averaged", "each rank's own"),
     "called inside": Fault("prove.past-wrapper", "each rank's own"),
     "thawed after": Fault("prove.not-averaged", "head` are each"),
-    "more by rank": Fault("prove.unlike-losses", "2.00 x one of rank 0"),
+    "more by rank": Fault("prove.unlike-losses", "00 x one of rank 0"),
     "other weights": Fault("prove.first-weights", "Rank 1 has other first weights"),
 }
 LOSS = ("divided twice", "never divided", "divided by the ranks", "multiplied by the ranks")
