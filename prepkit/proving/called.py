@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
-from prepkit.proving.hooks import ends_of, evaluating, line_of, parameters
+from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of, parameters
 from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
 from prepkit.proving.parts_of import numbers
@@ -207,3 +207,20 @@ def digest(tensors: dict[str, Tensor]) -> str:
             found.update(repr((key, one.dtype, tuple(one.shape))).encode())
             found.update(one.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def by_each(first: Any, places: Collection[tuple[Any, str, str]]) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What stands for functions while a family records: each hears them that is of it when they are called.
+
+    A model that is first called in the arguments of a backward is of it by then, and what stands there was looked up.
+    """
+
+    def heard_by(name: str) -> Callable[..., Any]:
+        def calls(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            for one in [*first.family]:
+                plain = partial(in_place_of(getattr(one, name), one.fails), plain)
+            return plain(*args, **kwargs)
+
+        return calls
+
+    return [(home, place, heard_by(name)) for home, place, name in places] if first is first.family[0] else []

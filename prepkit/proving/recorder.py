@@ -26,7 +26,7 @@ from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.observe.prepared.instead import around_calls, called_first
 from prepkit.proving import bare
-from prepkit.proving.called import Called, leaves_listened, micro_of, place_in
+from prepkit.proving.called import Called, by_each, leaves_listened, micro_of, place_in
 from prepkit.proving.hooks import (
     asked_for,
     ends_of,
@@ -127,8 +127,7 @@ class Recorder(Turns):
             else:
                 self._attach(self.root)
             around: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-                (torch.autograd, "backward", self._backward),
-                (torch.autograd, "grad", self._asks),
+                *by_each(self, [(torch.autograd, "backward", "_backward"), (torch.autograd, "grad", "_asks")]),
                 (torch.optim.Optimizer, "zero_grad", self._cleared),
                 (nn.Module, "zero_grad", self._cleared),
                 (torch.amp.GradScaler, "scale", self.around.scaled),

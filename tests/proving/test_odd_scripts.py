@@ -593,6 +593,23 @@ for _ in range(9):
     (critic(fake.detach()).mean() - critic(torch.randn(5, 3)).square().mean()).backward()
     second.step()
 """
+CACHED = """
+other = nn.Linear(6, 3)
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+for _ in range(3):
+    torch.autograd.backward((model(x).square().mean(), other(x).square().mean()))
+    optimizer.step()
+    second.step()
+    optimizer.zero_grad()
+    second.zero_grad()
+"""
+
+
+def test_models_first_called_in_the_arguments_of_a_backward_are_proven(tmp_path: Path) -> None:
+    proof = proved(tmp_path, CACHED)
+    assert told(proof) == [], str(proof)
+
+
 TOLD: dict[str, tuple[str, str]] = {
     "steps another model": (
         f"{BACKWARD}torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()\n",
