@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,6 +39,12 @@ MOST_NUMBERS = 1 << 16
 """Of more, so many of all are looked at."""
 MOST_LOOKS = 8
 """How often one line is looked at."""
+BLENDS = ("linear", "bilinear", "bicubic", "trilinear", "area")
+"""Modes of ``interpolate`` that compute means of what lies beside each other."""
+MOST_CLASSES = 255
+"""Of masks that are pictures themselves are as many levels, and no classes."""
+MOST_BLENDED = 16
+"""Blends that are kept."""
 CallPlace = tuple[CodeType, int]
 """One call in the text of a program: of several in a line each is another."""
 NOTHING = Permuted(line="", function="", before=(), after=())
@@ -51,6 +58,10 @@ class Computing:
     """By call what it does; None: that it did something else too."""
     _emptied: dict[CallPlace, tuple[str, str] | None] = field(factory=dict)
     _looked: Counter[CallPlace] = field(factory=Counter)
+    _blends: deque[weakref.ref[Tensor]] = field(factory=partial(deque, maxlen=MOST_BLENDED))
+    """Means of whole numbers, of which most are none."""
+    _blended: dict[str, None] = field(factory=dict)
+    """Lines that make whole numbers of these."""
     _seeds: dict[str, tuple[int, list[Line]]] = field(factory=dict)
     """By line of the program the last number that it has seeded torch with, and where it stands."""
 
@@ -64,6 +75,7 @@ class Computing:
             for name in CASTS:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
+            stack.enter_context(around_calls(nn.functional, "interpolate", self._interpolates))
             yield
 
     def facts(self) -> ValueFacts:
@@ -73,6 +85,7 @@ class Computing:
             emptied=tuple(one for one in self._emptied.values() if one is not None),
             reseeded=tuple(self._reseeded()),
             not_called=tuple(_not_called()),
+            blended=tuple(self._blended),
         )
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
@@ -115,6 +128,16 @@ class Computing:
             to_whole = not result.dtype.is_floating_point and not result.dtype.is_complex
             if given[0].is_floating_point() and to_whole and result.dtype != torch.bool:
                 self._cast(name, given[0])
+                if any(one() is given[0] or (one() is given[0]._base is not None) for one in self._blends):
+                    self._blended[line_of_program(frames_above(__file__))] = None
+        return result
+
+    def _interpolates(self, plain: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+        result = plain(tensor, *given, **named)
+        mode = named.get("mode", given[2] if len(given) > 2 else "nearest")
+        blends = mode in BLENDS and not torch.compiler.is_compiling() and type(result) is Tensor
+        if blends and _are_classes(tensor) and bool((result != result.round()).any()):
+            self._blends.append(weakref.ref(result))
         return result
 
     def _cast(self, name: str, tensor: Tensor) -> None:
@@ -135,6 +158,15 @@ def _become_nothing(numbers: Tensor) -> bool:
     some = numbers.flatten()[:: numbers.numel() // MOST_NUMBERS + 1]
     least, most = (float(one) for one in some.aminmax())
     return -1 < least < most < 1
+
+
+def _are_classes(tensor: Tensor) -> bool:
+    """Return whether these are whole numbers, as of classes, between some of which are others."""
+    if tensor.requires_grad or not tensor.numel() >= FEWEST or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    some = tensor.detach().flatten()[:MOST_NUMBERS].float()
+    least, most = (float(one) for one in some.aminmax())
+    return 2 <= most - least < MOST_CLASSES and bool((some == some.round()).all())
 
 
 def _caller() -> FrameType | None:

@@ -28,6 +28,8 @@ class ValueFacts:
     """Lines of a step that seed torch's generator, and the number that is the same in each step."""
     not_called: tuple[tuple[str, str], ...] = ()
     """Lines that name a method and do not call it, and what they say."""
+    blended: tuple[str, ...] = ()
+    """Lines that make whole numbers of means of whole numbers, as of classes that were interpolated."""
 
 
 @frozen(kw_only=True)

@@ -362,6 +362,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.order-read": handed(ordered=(("train.py:9", "logcumsumexp", "RandomSampler"),)),
     "run.noise-uniform": handed(uniform=("train.py:12",)),
     "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
+    "run.classes-blended": computed(blended=("train.py:31",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
     "run.target-given": asked(holds="x[:, 23]"),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),

@@ -58,6 +58,20 @@ def indexed(name: str, numbers: Tensor, cast: Change) -> Loop:
     return Loop(run)
 
 
+def segmented(name: str, mode: str, goal: Callable[[Tensor], Tensor], classes: int = 4) -> Loop:
+    """One step of a segmentation whose masks were resized."""
+
+    def run(rank: int, world: int) -> None:
+        model = nn.Conv2d(3, classes, 3, padding=1)
+        corners = {} if mode == "nearest" else {"align_corners": False}
+        masks = (drawn(2, 1, 16, 16) * 8).abs().round() % classes
+        y = goal(fn.interpolate(masks, size=11, mode=mode, **corners)[:, 0])
+        taken(model, adam(model), fn.cross_entropy(model(drawn(2, 3, 11, 11)), y))
+
+    run.__name__ = name
+    return Loop(run)
+
+
 FRACTIONS = torch.linspace(-0.9, 0.9, 32)
 
 
@@ -76,12 +90,16 @@ WRONG_VALUES: tuple[Loop, ...] = (
         changed("heads_merged", (2, 4, 7, 6), lambda x: x.reshape(2, 7, 24)),
         changed("two_directions_merged", (2, 8, 6), lambda x: x.view(8, -1)),
     ),
+    *wrong("run.classes-blended", segmented("classes_interpolated", "bilinear", lambda one: one.long())),
     *wrong("run.cast-to-nothing", indexed("fractions_as_classes", FRACTIONS, lambda one: one.to(torch.int64))),
     *wrong(
         "run.cast-to-nothing", indexed("fractions_typed", FRACTIONS.expand(2, 32)[0], lambda one: one.type(torch.int))
     ),
 )
 RIGHT_VALUES: tuple[Loop, ...] = (
+    segmented("classes_of_the_nearest", "nearest", lambda one: one.long()),
+    segmented("two_classes_by_a_threshold", "bilinear", lambda one: (one > 0.5).long(), 2),
+    segmented("two_classes_rounded", "bilinear", lambda one: one.round().long(), 2),
     changed("one_row", (1, 8), lambda x: x.view(8, 1)),
     changed("square", (8, 8), lambda x: x.view(8, 8)),
     changed("images_flattened", (4, 3, 6, 5), lambda x: x.reshape(4, -1)),

@@ -49,7 +49,7 @@ WARNINGS = _ids(
         "drops-evaluating shifted loss-bounded parts-overlap reseeded "
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
         "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "
-        "target-trains term-cancels term-constant divergence-negative ratio-one same-batch "
+        "target-trains term-cancels term-constant divergence-negative ratio-one same-batch classes-blended "
         "targets-alike "
         "padding-read order-read noise-uniform "
         "units-alike norm-momentum layer-repeated state-carried "

@@ -38,6 +38,12 @@ def _not_called(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"`{said}` names the method, and does not call it.", f"Write {said}().")
 
 
+def _blends(facts: RunFacts) -> Iterator[Hit]:
+    for line in _values(facts).blended:
+        what = "Whole numbers, as of classes, were interpolated, and what it makes whole again are means of them"
+        yield Hit(line, f"{what}: between two classes stand others that are neither.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.view-permutes",
@@ -74,6 +80,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write the brackets.",
         severity=Severity.WARNING,
         source=("Python",),
+    ),
+    Rule(
+        id="run.classes-blended",
+        summary="Classes of places are resized without a mean of them.",
+        check=_blends,
+        at=(Moment.AUDIT,),
+        fix='Write mode="nearest" for what holds classes.',
+        severity=Severity.WARNING,
+        source=("torch interpolate",),
     ),
 )
 """Reporting order."""
