@@ -31,6 +31,8 @@ MOST_ELEMENTS = 1 << 26
 """Of parameters whose gradients are computed to ask what a term trains."""
 MOST_ASKED = 4
 """Differences of a term that are asked."""
+FEWEST_ROWS = 4
+"""In which what is masked is chosen."""
 NOTHING = 1e-5
 """What is left of a gradient by rounding where it cancels, as a part of it."""
 SPREAD = frozenset({"Mean", "Sum", "Pow", "Abs", "Sqrt", "Expand", "Neg", "Add", "Mul", "Div", *SHAPES})
@@ -51,6 +53,7 @@ class Terms:
     cancelled: dict[Cancelled, None] = field(factory=dict)
     constants: dict[ConstantTerm, None] = field(factory=dict)
     divergences: dict[OddDivergence, None] = field(factory=dict)
+    masked: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -68,6 +71,7 @@ class Terms:
             cancelled=tuple(self.cancelled),
             constants=tuple(self.constants),
             divergences=tuple(self.divergences),
+            masked=tuple(self.masked),
         )
 
     def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
@@ -101,6 +105,9 @@ class Terms:
             told = {one.name for one in self.constants}
             lost = untrained(text, loss, trains_of(trained, graph))
             self.constants |= dict.fromkeys(one for one in lost if one.name not in told)
+        if not self._hooked:
+            shapes = (_shape(one) for one in every if name_of(one) in ("Min", "Max") and _takes_masked(one))
+            self.masked |= {(line, shape): None for shape in shapes}
         spread = world().size > 1
         if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
             for term in terms:
@@ -210,6 +217,35 @@ def _leaves(node: Any) -> set[int]:
     """The parameters that a graph leads to; nothing where it leads to other tensors too, such as coordinates."""
     leaves = [one.variable for one in graph(node) if hasattr(one, "variable")]
     return {id(one) for one in leaves} if all(isinstance(one, nn.Parameter) for one in leaves) else set()
+
+
+# --- a choice among what is masked ---
+
+
+def _takes_masked(node: Any) -> bool:
+    """Return whether a minimum or maximum along a dimension takes, in each of its rows, what a mask has put there."""
+    indices = getattr(node, "_saved_indices", None)
+    masked = _masked(_before(node)[0]) if indices is not None and _before(node) else None
+    if masked is None or indices is None or indices.numel() < FEWEST_ROWS:
+        return False
+    dim: int = node._saved_dim
+    chosen: Tensor = indices if node._saved_keepdim else indices.unsqueeze(dim)
+    shape = [*chosen.shape]
+    shape[dim] = -1
+    return masked.dim() == chosen.dim() and bool(masked.expand(shape).gather(dim, chosen).all())
+
+
+def _masked(node: Any) -> Tensor | None:
+    """Where a mask has put another number; None: there is no mask."""
+    match name_of(node):
+        case "Mul" if len(_before(node)) == 1:
+            mask = node._saved_other if node._saved_other is not None else node._saved_self
+            is_mask = isinstance(mask, Tensor) and mask.dim() and bool(((mask == 0) | (mask == 1)).all())
+            return mask == 0 if is_mask else None
+        case "MaskedFill":
+            mask = node._saved_mask
+            return mask if isinstance(mask, Tensor) else None
+    return None
 
 
 # --- a term that cancels ---

@@ -50,3 +50,5 @@ class TermFacts:
     cancelled: tuple[Cancelled, ...] = ()
     constants: tuple[ConstantTerm, ...] = ()
     divergences: tuple[OddDivergence, ...] = ()
+    masked: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Lines that go backward whose loss takes a minimum or maximum of what a mask has put there, and its shape."""

@@ -261,6 +261,37 @@ def hooked(model: nn.Module, x: Tensor) -> Tensor:
     return (one - other).exp().mean() + outputs.pow(2).mean()
 
 
+# --- choices among what is masked ---
+
+
+def hardest(nearest: Callable[[Tensor, Tensor], Tensor]) -> Made:
+    """A triplet loss of the hardest samples, of which the furthest of a class are masked rightly."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        found = fn.normalize(model(x), dim=1)
+        classes = torch.arange(BATCH) % 4
+        distances, same = torch.cdist(found, found), classes[:, None] == classes
+        return fn.relu((distances * same).max(1).values - nearest(distances, same) + 0.3).mean()
+
+    return loss
+
+
+def nearest_of_products(model: nn.Module, x: Tensor) -> Tensor:
+    return hardest(lambda far, same: (far * ~same).min(1).values)(model, x)
+
+
+def nearest_of_filled(model: nn.Module, x: Tensor) -> Tensor:
+    return hardest(lambda far, same: far.masked_fill(same, 0).min(1, keepdim=True).values.squeeze(1))(model, x)
+
+
+def nearest_of_others(model: nn.Module, x: Tensor) -> Tensor:
+    return hardest(lambda far, same: far.masked_fill(same, float("inf")).min(1).values)(model, x)
+
+
+def nearest_past_a_large_number(model: nn.Module, x: Tensor) -> Tensor:
+    return hardest(lambda far, same: (far + 1e4 * same).min(1).values)(model, x)
+
+
 WRONG_TERMS: tuple[Loop, ...] = tuple(
     Loop(program(made.__name__, made), rule=rule)
     for rule, made in (
@@ -271,6 +302,8 @@ WRONG_TERMS: tuple[Loop, ...] = tuple(
         ("run.target-trains", trained_target_of_a_critic),
         ("run.term-cancels", ratio_to_itself),
         ("run.term-cancels", ratio_to_itself_again),
+        ("run.masked-chosen", nearest_of_products),
+        ("run.masked-chosen", nearest_of_filled),
     )
 )
 RIGHT_TERMS: tuple[Loop, ...] = tuple(
@@ -279,7 +312,7 @@ RIGHT_TERMS: tuple[Loop, ...] = tuple(
         *(divided_before_the_softmax, masked_rows, rows_that_are_weighed, of_each_bit, of_pairs, of_a_mixture, of_maps),
         *(compared_with_others, masked_by_a_large_number, compared_with_the_other_view, as_many_classes_as_samples),
         *(resting_target, two_views_alike, two_views_in_other_units, residual_of_data, two_steps_as_one),
-        *(code_of_a_code, equation, inner_step, slopes_of_each),
+        *(code_of_a_code, equation, inner_step, slopes_of_each, nearest_of_others, nearest_past_a_large_number),
         *(ratio_to_what_was, preferred, satisfied, weighed_by_nothing, from_a_prior, both_ways, hooked),
     )
 )

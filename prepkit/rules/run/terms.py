@@ -40,6 +40,12 @@ def _divergences(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} both distributions apart: the sign is turned.")
 
 
+def _masked(facts: RunFacts) -> Iterator[Hit]:
+    for line, shape in _terms(facts).masked:
+        what = f"A minimum or maximum of shape {[*shape]} in the loss takes, in each of its rows, what a mask has put"
+        yield Hit(line, f"{what} there: it says nothing of the model, and trains nothing.")
+
+
 def _ratios(facts: RunFacts) -> Iterator[Hit]:
     for line in facts.window.ratios if facts.window is not None else ():
         what = "The ratio of the new policy to the old one is 1 for every sample, though it has stepped since it drew"
@@ -98,6 +104,15 @@ RULES: tuple[Rule, ...] = (
         fix="Shuffle samples, shuffle=True; clone targets before inputs are changed in place.",
         severity=Severity.WARNING,
         source=("torch DataLoader: shuffle",),
+    ),
+    Rule(
+        id="run.masked-chosen",
+        summary="A minimum or maximum takes what its mask leaves.",
+        check=_masked,
+        at=(Moment.AUDIT,),
+        fix='Write masked_fill(mask, float("inf")) before a minimum, and float("-inf") before a maximum.',
+        severity=Severity.WARNING,
+        source=("torch Tensor.masked_fill",),
     ),
     Rule(
         id="run.ratio-one",
