@@ -7,7 +7,7 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class ByPass:
-    """A schedule that is ticked once a pass, and is made for every step of all passes."""
+    """A schedule that is made for every step of all passes, and is ticked less often."""
 
     scheduler: str
     """Its class."""
@@ -16,6 +16,8 @@ class ByPass:
     ticks: int
     """For how many it is made."""
     passes: int
+    micros: int = 0
+    """Micro-batches for which accelerate ticks it once, as it is made for all of them; 0: it is ticked once a pass."""
 
 
 @frozen(kw_only=True)

@@ -61,6 +61,17 @@ other_scheduler = rates.StepLR(torch.optim.SGD(other.parameters(), 0.1), 5)
 PLATEAU = "plateau = rates.ReduceLROnPlateau(optimizer)\n"
 AVERAGED = "from torch.optim.swa_utils import SWALR\nswa = SWALR(optimizer, 0.05)\n"
 GOT = COSINE.format(3) + "tick = getattr(scheduler, 'step')\n"
+ACCUMULATES = """from accelerate import Accelerator
+ours = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model, optimizer, loader, scheduler = ours.prepare(model, optimizer, loader, scheduler)
+for epoch in range(EPOCHS):
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward((model(x) - y).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+"""
 
 WRONG = {
     "forgotten": (COSINE.format(3) + BY_PASS.format("print(scheduler.get_last_lr())"), "schedule-idle"),
@@ -68,6 +79,7 @@ WRONG = {
     "plateau forgotten": (PLATEAU + BY_PASS.format("pass"), "schedule-idle"),
     "by pass": (COSINE.format(OF_ALL) + BY_PASS.format("scheduler.step()"), "ticked-by-pass"),
     "by pass, in a function": (COSINE.format(OF_ALL) + IN_PASS, "ticked-by-pass"),
+    "by window": (COSINE.format(OF_ALL) + ACCUMULATES, "ticked-by-pass"),
 }
 RIGHT = {
     "by step": COSINE.format(OF_ALL) + IN_STEP.format("scheduler.step()"),
@@ -78,6 +90,7 @@ RIGHT = {
     "parts chained": PARTS + "chain = rates.ChainedScheduler(parts)\n" + IN_STEP.format("chain.step()"),
     "plateau": PLATEAU + BY_PASS.format("plateau.step(1.0)"),
     "averaged": AVERAGED + BY_PASS.format("swa.step()"),
+    "by window": COSINE.format(f"{OF_ALL} // 2") + ACCUMULATES,
     "by a name": GOT + BY_PASS.format("tick()"),
 }
 

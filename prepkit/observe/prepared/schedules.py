@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from math import ceil
 from pathlib import Path
 from types import FrameType
@@ -39,7 +40,10 @@ def is_idle(scheduler: Any, frames: list[FrameType]) -> bool:
 
 
 def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
-    """What it is, where the loop over passes ticks a schedule that is made for the steps of all of them."""
+    """What it is, where a schedule that is made for the steps of all passes is ticked less often.
+
+    Once by the loop over passes; or by accelerate, once for all micro-batches of a step.
+    """
     ticks = horizon(scheduler)
     loops = list(_loops_around(frames))[:2]
     if ticks is None or len(loops) < 2:
@@ -49,12 +53,23 @@ def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
     batches = _count(inside, inner.iter) if isinstance(inner, ast.For) else None
     if not passes or not batches or passes < 2 or not _is_all(ticks, passes, batches):
         return None
-    lines = _ticks_in(outer, outside, scheduler)
+    told = partial(ByPass, scheduler=type(scheduler).__name__, ticks=ticks, passes=passes)
+    for line, ticked in _ticks_in(inner, inside, scheduler):
+        if (micros := _micros(ticked)) > 1 and ticks == passes * batches:
+            return told(line=f"{Path(inside.f_code.co_filename).name}:{line}", micros=micros)
+    lines = [line for line, _ in _ticks_in(outer, outside, scheduler)]
     within = range(inner.lineno, (inner.end_lineno or inner.lineno) + 1) if inside is outside else range(0)
     if not lines or any(line in within for line in lines) or _may_tick_in(inner, inside, scheduler):
         return None
-    line = f"{Path(outside.f_code.co_filename).name}:{lines[0]}"
-    return ByPass(scheduler=type(scheduler).__name__, line=line, ticks=ticks, passes=passes)
+    return told(line=f"{Path(outside.f_code.co_filename).name}:{lines[0]}")
+
+
+def _micros(ticked: Any) -> int:
+    """Micro-batches for which accelerate ticks what the program ticks once; 1: it is not accelerate's, or counts none."""
+    module, state = type(ticked).__module__, sys.modules.get("accelerate.state")
+    if not module.startswith("accelerate.") or not getattr(ticked, "step_with_optimizer", False) or state is None:
+        return 1
+    return int((state.GradientState._shared_state.get("plugin_kwargs") or {}).get("num_steps") or 1)
 
 
 def _driven(frames: list[FrameType]) -> bool:
@@ -192,11 +207,11 @@ def _is_all(ticks: int, passes: int, batches: int) -> bool:
     )
 
 
-def _ticks_in(loop: ForLoop, frame: FrameType, scheduler: Any) -> list[int]:
-    """Lines in a loop that tick this scheduler."""
+def _ticks_in(loop: ForLoop, frame: FrameType, scheduler: Any) -> list[tuple[int, Any]]:
+    """Lines in a loop that tick this scheduler, and what of it or around it they name."""
     calls = (one for one in ast.walk(loop) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute))
     owners = [(one.lineno, known(frame, one.func.value)) for one in calls if _name(one.func) == "step"]  # type: ignore[attr-defined]
-    return [line for line, one in owners if one is scheduler or getattr(one, "scheduler", None) is scheduler]
+    return [(line, one) for line, one in owners if scheduler in (one, getattr(one, "scheduler", None))]
 
 
 def _may_tick_in(loop: ForLoop, frame: FrameType, scheduler: Any) -> bool:

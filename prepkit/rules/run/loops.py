@@ -23,7 +23,11 @@ def _idle(facts: RunFacts) -> Iterator[Hit]:
 
 def _by_pass(facts: RunFacts) -> Iterator[Hit]:
     one = _turns(facts).by_pass
-    if one is not None:
+    if one is not None and one.micros:
+        what = f"It is made for {one.ticks} ticks, and for {one.line} accelerate ticks it once in {one.micros} batches:"
+        fix = f"Make it for the steps of the optimizer: divide by gradient_accumulation_steps={one.micros}."
+        yield Hit(one.scheduler, f"{what} it never gets to its end.", fix)
+    elif one is not None:
         what = f"It is made for {one.ticks} ticks, and {one.line} ticks it once in each of {one.passes} passes:"
         yield Hit(one.scheduler, f"{what} it never gets to its end.")
 
