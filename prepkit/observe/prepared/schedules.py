@@ -65,7 +65,7 @@ def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
 
 
 def _micros(ticked: Any) -> int:
-    """Micro-batches for which accelerate ticks what the program ticks once; 1: it is not accelerate's, or counts none."""
+    """Micro-batches for which accelerate ticks what is ticked for each of them once; 1: it is not accelerate's."""
     module, state = type(ticked).__module__, sys.modules.get("accelerate.state")
     if not module.startswith("accelerate.") or not getattr(ticked, "step_with_optimizer", False) or state is None:
         return 1
