@@ -15,7 +15,7 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from prepkit.auditing.columns import dropped_columns
+from prepkit.auditing.of_trainer import dropped_columns, undivided_loss
 from prepkit.auditing.pixels import Pixels
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.observe.prepared.around import (
@@ -77,6 +77,7 @@ class LibraryCalls:
             gated=self._gated(),
             uncast=self._uncast(roots),
             dropped=dropped_columns(),
+            undivided=undivided_loss(),
             raw_pixels=tuple(dict.fromkeys(self.pixels.facts(roots))),
             frozen_adapters=tuple(dict.fromkeys(_frozen_adapters(roots))),
         )

@@ -163,6 +163,40 @@ def weights_made_by_the_collator(rank: int, world: int) -> None:
     weighed(collator=collate)
 
 
+def smoothed(*, by_count: bool, micros: int = 2) -> None:
+    """A loss of the program's own over micro-batches; ``by_count``: divided by the tokens of all of them."""
+    from transformers import Trainer, TrainingArguments
+
+    class Smooths(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = 0, num_items_in_batch: Any = None) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+            return fn.cross_entropy(logits, labels[:, 1:].flatten(), label_smoothing=0.1)
+
+    class Counts(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: Any = 0, num_items_in_batch: Any = None) -> Any:
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+            return fn.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    text = [{"input_ids": list(range(at, at + 8)), "labels": list(range(at, at + 8))} for at in range(16)]
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    given = TrainingArguments("out", gradient_accumulation_steps=micros, **quiet)
+    (Counts if by_count else Smooths)(model=llama(), args=given, train_dataset=text).train()
+
+
+def nobody_divides(rank: int, world: int) -> None:
+    smoothed(by_count=False)
+
+
+def divided_by_the_count(rank: int, world: int) -> None:
+    smoothed(by_count=True)
+
+
+def one_micro_batch(rank: int, world: int) -> None:
+    smoothed(by_count=False, micros=1)
+
+
 # --- pictures ---
 
 
@@ -208,11 +242,13 @@ WRONG_ASKED: tuple[Loop, ...] = (
     Loop(engine_stepped_by_count, "deepspeed", 2, rule="run.engine-gated"),
     Loop(called_past_autocast, "accelerate", rule="run.autocast-unused"),
     Loop(weights_left_out, "transformers", rule="run.column-dropped"),
+    Loop(nobody_divides, "transformers", rule="run.trainer-undivided"),
     Loop(pixels_as_they_are, rule="run.pixels-raw"),
 )
 RIGHT_ASKED: tuple[Loop, ...] = (
     *(Loop(run, "deepspeed", 2) for run in (clipped_by_the_engine, engine_stepped_behind_two_losses)),
     Loop(clipped_one_model_before_its_turn),
+    *(Loop(run, "transformers") for run in (divided_by_the_count, one_micro_batch)),
     *(Loop(run, "transformers") for run in (weights_kept, weights_made_by_the_collator)),
     *(Loop(run) for run in (pixels_scaled, pixels_scaled_inside, pixels_under_a_norm)),
     *(Loop(run, "accelerate") for run in (called_under_autocast, called_as_prepared, called_in_full_precision)),

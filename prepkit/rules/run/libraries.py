@@ -49,6 +49,13 @@ def _is_raw(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", f"`{place}` is given pixels from 0 to {most:.0f}: nothing has scaled them.")
 
 
+def _divides_nothing(facts: RunFacts) -> Iterator[Hit]:
+    line, micros = _asked(facts).undivided
+    if line:
+        what = "compute_loss gives a mean of each micro-batch and leaves num_items_in_batch alone, and the Trainer adds"
+        yield Hit(line, f"{what} {micros} of them up without a division: steps are {micros} x as large as meant.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.clipped-nothing",
@@ -88,6 +95,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write PeftModel.from_pretrained(base, folder, is_trainable=True); freeze them by hand where they rest.",
         severity=Severity.WARNING,
         source=("peft PeftModel.from_pretrained",),
+    ),
+    Rule(
+        id="run.trainer-undivided",
+        summary="A loss of the program's own is divided by what the Trainer counts.",
+        check=_divides_nothing,
+        at=(Moment.AUDIT,),
+        fix="Sum the loss and divide it by num_items_in_batch, or set trainer.model_accepts_loss_kwargs = False.",
+        severity=Severity.WARNING,
+        source=("transformers Trainer.training_step",),
     ),
     Rule(
         id="run.column-dropped",

@@ -1,4 +1,4 @@
-"""Columns of a data set that the Trainer of transformers leaves out, though the program's own code reads them."""
+"""What the Trainer of transformers makes of the program's own code: columns that it drops, losses that it divides."""
 
 from __future__ import annotations
 
@@ -32,6 +32,31 @@ def dropped_columns() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
+COUNT = "num_items_in_batch"
+"""Argument by which a Trainer hands the tokens of all micro-batches of a step to a loss, which it then divides by."""
+
+
+def undivided_loss() -> tuple[str, int]:
+    """The line of a ``compute_loss`` that leaves its count alone, and of how many micro-batches the sum is stepped.
+
+    Such a Trainer divides nothing where its model takes the count. Empty: it does, or there is none.
+    """
+    trainer = _trainer()
+    micros = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
+    counts = getattr(trainer, "model_accepts_loss_kwargs", False) and trainer.compute_loss_func is None
+    divides = getattr(trainer, "loss_is_scaled_for_ga", None) is False
+    counted = any(one.f_locals.get(COUNT) is not None for one in frames_above(__file__))
+    if micros < 2 or not counts or divides or not counted:
+        return "", 0
+    for file, node in _bodies(type(trainer).compute_loss):
+        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+        names |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+        others = {COUNT, "super", node.args.kwarg.arg if node.args.kwarg else ""}
+        if not others & names and not any("accumulation" in one for one in names):
+            return f"{file.rpartition('/')[2]}:{node.lineno}", micros
+    return "", 0
+
+
 def _trainer() -> Any:
     kind = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     owners = (one.f_locals.get("self") for one in (frames_above(__file__) if kind is not None else ()))
@@ -44,12 +69,18 @@ def _readers(trainer: Any) -> Iterator[tuple[str, ast.AST]]:
     given = [getattr(type(trainer), name, None) for name in METHODS]
     given += [collator, vars(type(collator)).get("__call__"), getattr(type(trainer.model), "forward", None)]
     for function in given:
-        code = getattr(function, "__code__", None)
-        if code is not None and not is_foreign(code.co_filename):
-            for node in nodes(parsed(code.co_filename)):
-                first = min((one.lineno for one in getattr(node, "decorator_list", ())), default=0)
-                if isinstance(node, ast.FunctionDef) and code.co_firstlineno in (node.lineno, first):
-                    yield code.co_filename, node
+        yield from _bodies(function)
+
+
+def _bodies(function: Any) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield the text of a function of the program's, with its file."""
+    code = getattr(function, "__code__", None)
+    if code is None or is_foreign(code.co_filename):
+        return
+    for node in nodes(parsed(code.co_filename)):
+        first = min((one.lineno for one in getattr(node, "decorator_list", ())), default=0)
+        if isinstance(node, ast.FunctionDef) and code.co_firstlineno in (node.lineno, first):
+            yield code.co_filename, node
 
 
 def _read(node: ast.AST) -> Iterator[tuple[str, int]]:
