@@ -103,8 +103,17 @@ def _finished(model: nn.Module) -> tuple[nn.Parameter, ...]:
 
 
 def with_cut(facts: RunFacts, window: WindowFacts | None) -> RunFacts:
-    """The facts with what a script did, and what it may have cut over ranks by hand apart from what they hold alike."""
+    """The facts with what a script did, and what it may have cut over ranks by hand apart from what they hold alike.
+
+    Without copies that are stepped in the place of the model's own: of these ranks may hold parts.
+    """
     found = facts.gradients
+    if window is not None and window.copies:
+        held = {name for one in facts.optimizers for name in one.held if name}
+        params = tuple(one for one in facts.params if one.name not in held)
+        facts = evolve(facts, params=params, parted=tuple(name for name in facts.parted if name not in held))
+        found = None if found is None else evolve(found, parted=tuple(one for one in found.parted if one not in held))
+        facts = evolve(facts, gradients=found)
     if window is None or not window.communicates or found is None:
         return evolve(facts, window=window)
     bare = {param.name: param for param in facts.params if not param.averaged_by}

@@ -60,7 +60,7 @@ from prepkit.observe.prepared.instead import around_calls, called_first, scripts
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import averages
 from prepkit.observe.prepared.modules import elsewhere, float16_units, generator
-from prepkit.observe.prepared.optimizers import engines, inner
+from prepkit.observe.prepared.optimizers import engines, inner, steps_copies
 from prepkit.observe.prepared.trainers import planned
 from prepkit.ranks.arrivals import Arrivals
 
@@ -199,6 +199,7 @@ class Window:
             misgiven=self.losses.told(),
             alike=tuple(self.forwards.alike),
             given=(self.forwards.given(),),
+            copies=model is not None and optimizer is not None and steps_copies(model, optimizer),
             untouched=frozenset(() if hidden else (name for name, param in named.items() if param.grad is None)),
             idle=tuple(self._idle()),
             unheld=tuple(self._unheld(alive, first.keys())),

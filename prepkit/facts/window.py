@@ -226,6 +226,8 @@ class WindowFacts:
     """Parameters to which no gradient has come, where gradients are kept in ``.grad``."""
     wasted: tuple[tuple[str, int], ...] = ()
     """Lines of the loop of this step whose gradients were cleared before anybody stepped them, and how often."""
+    copies: bool = False
+    """Whether the program steps copies of parameters, one for each or flat ones, and gives them gradients itself."""
     given: tuple[str, ...] = ()
     """By rank, where all were asked, a digest of what its models were given last; empty: nothing tells samples apart.
     """

@@ -29,6 +29,8 @@ from prepkit.objects.names import known_bases, named_parameters
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared import fabric
+from prepkit.observe.prepared.around import reads_gradients
+from prepkit.ranks.world import world
 
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
 """Options and attributes of optimizers of torchao, apex and others that make low-precision weights safe."""
@@ -394,3 +396,24 @@ def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return fingerprint(value) if value.device.type != "meta" else "meta"
     return value if isinstance(value, bool | int | float | str) else ""
+
+
+def steps_copies(model: nn.Module, optimizer: Any) -> bool:
+    """Return whether it steps what seem to be copies of the model's parameters, to which the program hands gradients.
+
+    One for each, as masters of other precision; or flat ones, of all or of the part of one rank.
+    """
+    mine = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    rest = [param for param in model.parameters() if param.requires_grad and id(param) not in mine]
+    given = [param for param in mine.values() if param.grad is not None]
+    if not rest or not given or not reads_gradients():
+        return False
+    if [param.shape for param in rest] == [param.shape for param in mine.values()]:
+        return True
+    whole, flat = (sum(param.numel() for param in each) for each in (rest, mine.values()))
+    padded = any(whole <= flat * ranks < whole + SLACK * ranks for ranks in (1, world().size))
+    return padded and all(param.dim() == 1 for param in mine.values())
+
+
+SLACK = 64
+"""Elements for each rank by which what is flat may be longer than all that lies in it."""

@@ -130,6 +130,8 @@ def _trained(facts: RunFacts) -> tuple[str, ...]:
 
 
 def _missed(facts: RunFacts) -> tuple[str, ...]:
+    if facts.window is not None and facts.window.copies:
+        return ()
     held = {name for optimizer in facts.optimizers for name in optimizer.held}
     return tuple(name for name in _trained(facts) if name not in held)
 
