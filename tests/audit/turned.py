@@ -270,7 +270,7 @@ def masters(*, flat: bool) -> Run:
             for copy, grad in zip(
                 copies, [torch.cat([one.flatten() for one in given])] if flat else given, strict=True
             ):
-                copy.grad = grad.clone()
+                own.grad = grad.clone()
             optimizer.step()
             with torch.no_grad():
                 parts = copies[0].split([one.numel() for one in params]) if flat else copies
