@@ -30,6 +30,7 @@ from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.ledger import Ledger
+from prepkit.auditing.lessons import Lessons
 from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.loops import Turning
@@ -83,7 +84,6 @@ class Window:
     """As in ``WindowFacts``."""
     reduced: set[str] = field(factory=set)
     """Lines of the program that have summed something over the ranks."""
-
     scaled: bool = False
     stepping: bool = False
     clipped_scaled: bool = False
@@ -109,6 +109,7 @@ class Window:
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
     shares: Shares = field(factory=Shares)
+    lessons: Lessons = field(factory=Lessons)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -136,9 +137,11 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(scripts_read_plain())
-            stack.enter_context(called_first(self._enters))
+            for enters in (self._enters, self.lessons.enters):
+                stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            for room in (*rooms, self.libraries, self.turns, self.beginnings, self.shares, Standing(self.arrivals)):
+            more = (self.libraries, self.turns, self.beginnings, self.shares, self.lessons, Standing(self.arrivals))
+            for room in (*rooms, *more):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -164,7 +167,7 @@ class Window:
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
         itself = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
-        return {**self.ledger.told(), **self.beginnings.told(), **itself}
+        return {**self.ledger.told(), **self.beginnings.told(), **itself, "lessons": self.lessons.told()}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
 from prepkit.facts.shares import ShareFacts
@@ -213,6 +214,7 @@ class WindowFacts:
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
     shares: ShareFacts = ShareFacts()
+    lessons: LessonFacts = LessonFacts()
     beginnings: BeginningFacts = BeginningFacts()
     carried: tuple[tuple[str, str, str], ...] = ()
     """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
