@@ -15,5 +15,5 @@ class LessonFacts:
     """Frozen embeddings that were made larger, and are read where they are new: the line, how many rows are new, the
     first of them, and one that was read."""
     judged_alike: tuple[tuple[str, str, str], ...] = ()
-    """Lines that teach a maker, of what it gives, the same that its judge is taught; and the classes of both; the maker's
-    is empty where nobody knows it."""
+    """Lines that teach a maker, of what it gives, the same that its judge is taught, and the classes of both; the first
+    of these is empty where nobody knows it."""

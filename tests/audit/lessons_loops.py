@@ -155,7 +155,7 @@ class Reader(nn.Module):
         new = nn.Embedding(old.num_embeddings + more, old.embedding_dim)
         with torch.no_grad():
             new.weight[: old.num_embeddings] = old.weight
-        self.embed = new.requires_grad_(False)
+        self.embed = new.requires_grad_(requires_grad=False)
 
     def forward(self, ids: Tensor, seen: Tensor) -> Tensor:
         held = self.embed(ids)
