@@ -28,7 +28,8 @@ def _new_tokens(facts: RunFacts) -> Iterator[Hit]:
 
 def _alike(facts: RunFacts) -> Iterator[Hit]:
     for line, maker, judge in _lessons(facts).judged_alike:
-        what = f"{maker or 'What makes samples'} is taught to have {judge} say of its samples what {judge} is taught to say"
+        who = maker or "What makes samples"
+        what = f"{who} is taught to have {judge} say of its samples what {judge} is taught to say"
         yield Hit(line, f"{what}, and not the opposite: it learns to be found out.")
 
 
