@@ -31,6 +31,7 @@ from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.inputs import Inputs
 from prepkit.auditing.ledger import Ledger
+from prepkit.auditing.lessons import Lessons
 from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.loops import Turning
@@ -85,7 +86,6 @@ class Window:
     """As in ``WindowFacts``."""
     reduced: set[str] = field(factory=set)
     """Lines of the program that have summed something over the ranks."""
-
     scaled: bool = False
     stepping: bool = False
     clipped_scaled: bool = False
@@ -113,6 +113,7 @@ class Window:
     ratios: Ratios = field(factory=Ratios)
     inputs: Inputs = field(factory=Inputs)
     shares: Shares = field(factory=Shares)
+    lessons: Lessons = field(factory=Lessons)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -140,9 +141,10 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(scripts_read_plain())
-            stack.enter_context(called_first(self._enters))
+            for enters in (self._enters, self.lessons.enters):
+                stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares)
+            more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)
             for room in (*rooms, *more, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
@@ -169,7 +171,7 @@ class Window:
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
         own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle(), "shares": self.shares.told()}
-        return {**self.ledger.told(), **self.beginnings.told(), **own}
+        return {**self.ledger.told(), **self.beginnings.told(), **own, "lessons": self.lessons.told()}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""

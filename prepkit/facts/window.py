@@ -7,6 +7,7 @@ from typing import Literal
 from attrs import frozen
 
 from prepkit.facts.inputs import InputFacts
+from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
 from prepkit.facts.shares import ShareFacts
@@ -214,6 +215,7 @@ class WindowFacts:
     libraries: LibraryFacts = LibraryFacts()
     turns: TurnFacts = TurnFacts()
     shares: ShareFacts = ShareFacts()
+    lessons: LessonFacts = LessonFacts()
     beginnings: BeginningFacts = BeginningFacts()
     inputs: InputFacts = InputFacts()
     carried: tuple[tuple[str, str, str], ...] = ()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
 from prepkit.facts.inputs import InputFacts, PaddingRead
+from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
 from prepkit.facts.loops import ByPass, TurnFacts
@@ -108,6 +109,10 @@ def began(**begun: Any) -> RunFacts:
 
 def shared(**found: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(shares=ShareFacts(**found)))
+
+
+def missed(**found: Any) -> RunFacts:
+    return evolve(FINE, window=WindowFacts(lessons=LessonFacts(**found)))
 
 
 def told(**found: Any) -> RunFacts:
@@ -395,6 +400,9 @@ BROKEN: dict[str, RunFacts] = {
     "run.gathered-apart": shared(gathered=(("train.py:18", 2),)),
     "run.unwaited": shared(unwaited=(("train.py:30", "all_reduce"),)),
     "run.loss-kept": shared(kept=(("total", "train.py", 6),)),
+    "run.skip-kept": missed(skips=(("train.py:31", "active", 7),)),
+    "run.new-tokens-frozen": missed(new_tokens=(("train.py:21", 2, 32000, 32001),)),
+    "run.judged-alike": missed(judged_alike=(("train.py:42", "Generator", "Discriminator"),)),
     "run.schedule-idle": evolve(FINE, window=WindowFacts(turns=TurnFacts(idle=("CosineAnnealingLR", "train.py:12")))),
     "run.ticked-by-pass": evolve(
         FINE,

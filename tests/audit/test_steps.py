@@ -14,6 +14,7 @@ from torch.distributions import Categorical
 from torch.nn import functional as fn
 
 from prepkit.auditing.script import audit_run
+from tests.audit.lessons_loops import FOUND_OUT, NOT_FOUND_OUT
 from tests.audit.test_script import Auditor
 from tests.support.fork_server import ForkServers
 
@@ -333,6 +334,16 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
     ],
 )
 def test_a_right_loop_has_nothing_behind_its_first_step(train: Train) -> None:
+    assert found(train) == (STEPS, [])
+
+
+@pytest.mark.parametrize("train", FOUND_OUT.values(), ids=FOUND_OUT)
+def test_a_maker_that_learns_what_its_judge_learns_is_found(train: Train) -> None:
+    assert found(train) == (STEPS, ["run.judged-alike"])
+
+
+@pytest.mark.parametrize("train", NOT_FOUND_OUT.values(), ids=NOT_FOUND_OUT)
+def test_a_maker_that_learns_against_its_judge_has_nothing(train: Train) -> None:
     assert found(train) == (STEPS, [])
 
 

@@ -22,6 +22,7 @@ from tests.audit.beginnings_loops import RIGHT_BEGINNINGS, WRONG_BEGINNINGS
 from tests.audit.by_libraries import engine_of
 from tests.audit.case import WIDTH, adam, divided, net, rows
 from tests.audit.inputs_loops import RIGHT_INPUTS, WRONG_INPUTS
+from tests.audit.lessons_loops import RIGHT_LESSONS, WRONG_LESSONS
 from tests.audit.libraries_loops import RIGHT_ASKED, WRONG_ASKED
 from tests.audit.loops import (
     RIGHT,
@@ -546,6 +547,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_BEGINNINGS,
     *WRONG_ASKED,
     *WRONG_SHARES,
+    *WRONG_LESSONS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -608,5 +610,6 @@ WRONG: tuple[Loop, ...] = (
 )
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
-    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *RIGHT_INPUTS, *RIGHT_SHARES, *WRONG),
+    *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *RIGHT_INPUTS, *RIGHT_SHARES),
+    *(*RIGHT_LESSONS, *WRONG),
 )

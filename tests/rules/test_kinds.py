@@ -56,7 +56,8 @@ WARNINGS = _ids(
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
         "column-dropped pixels-raw view-permutes cast-to-nothing "
         "schedule-idle ticked-by-pass "
-        "loss-divided clipped-late gathered-apart unwaited loss-kept",
+        "loss-divided clipped-late gathered-apart unwaited loss-kept "
+        "skip-kept new-tokens-frozen judged-alike",
     }
 )
 """What is said, and refuses nothing."""
