@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import tensors
 from prepkit.auditing.carried import shuffles_by
+from prepkit.auditing.fetches import Fetches
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
@@ -69,6 +70,7 @@ class _Draw:
 class Inputs:
     """Listens inside ``on()``."""
 
+    _fetches: Fetches = field(factory=Fetches)
     _padding: dict[str, PaddingRead] = field(factory=dict)
     _ordered: dict[tuple[str, str, str], None] = field(factory=dict)
     _uniform: dict[str, None] = field(factory=dict)
@@ -89,6 +91,7 @@ class Inputs:
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         with ExitStack() as stack:
+            stack.enter_context(self._fetches.on())
             stack.enter_context(around_calls(nn.functional, "embedding", self._looks_up))
             stack.enter_context(around_calls(_BaseDataLoaderIter, "__next__", self._reads))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
@@ -100,7 +103,11 @@ class Inputs:
     def facts(self) -> InputFacts:
         """What was heard so far."""
         return InputFacts(
-            padding=tuple(self._padding.values()), ordered=tuple(self._ordered), uniform=tuple(self._uniform)
+            padding=tuple(self._padding.values()),
+            ordered=tuple(self._ordered),
+            uniform=tuple(self._uniform),
+            rewritten=tuple(self._fetches.rewritten.values()),
+            wrapped=tuple(self._fetches.wrapped.values()),
         )
 
     def leaves(self, module: nn.Module, given: Any, outputs: Any) -> None:

@@ -32,6 +32,18 @@ def _uniform(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what} and their spread is another.")
 
 
+def _rewritten(facts: RunFacts) -> Iterator[Hit]:
+    for one in _given(facts).rewritten:
+        what = f"Reading a sample writes into {one.holder}, and reading it again writes once more: each epoch begins"
+        yield Hit(one.line or one.holder, f"{what} with what the last one has left of the samples.")
+
+
+def _wrapped(facts: RunFacts) -> Iterator[Hit]:
+    for one in _given(facts).wrapped:
+        what = f"{one.past:,} of {one.numbers:,} numbers are past what {one.dtype} holds,"
+        yield Hit(one.line, f"{what} and wrap around: what was large and bright is small and dark.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.padding-read",
@@ -59,6 +71,24 @@ RULES: tuple[Rule, ...] = (
         fix="Write torch.randn_like in the place of torch.rand_like.",
         severity=Severity.WARNING,
         source=("torch.randn_like",),
+    ),
+    Rule(
+        id="run.samples-rewritten",
+        summary="Reading a sample leaves what the data set holds as it was.",
+        check=_rewritten,
+        at=(Moment.AUDIT,),
+        fix="Change a copy: x = self.x[i].clone() (numpy: .copy()), or x = x + noise in the place of x += noise.",
+        severity=Severity.WARNING,
+        source=("torch.utils.data.Dataset",),
+    ),
+    Rule(
+        id="run.integers-wrapped",
+        summary="What is computed of small integers stays within what their dtype holds.",
+        check=_wrapped,
+        at=(Moment.AUDIT,),
+        fix="Make it floating first: self.wav[i].float() * gain.",
+        severity=Severity.WARNING,
+        source=("torch.Tensor.float",),
     ),
 )
 """Reporting order."""
