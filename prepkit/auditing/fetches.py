@@ -117,9 +117,9 @@ def _pieces(data: Any, places: list[int]) -> list[_Piece]:
 def _held(data: Any, places: list[int], depth: int = DEPTH) -> Iterator[tuple[str, Any, list[int]]]:
     """Yield arrays and lists with a row for each sample, what they are called, and rows of these samples."""
     count = _count(data)
+    places = [one for one in places if -count <= one < count]
     if isinstance(data, Subset):
-        inside = [int(data.indices[one]) for one in places if -count <= one < count]
-        yield from _held(data.dataset, inside, depth - 1) if depth else ()
+        yield from _held(data.dataset, [int(data.indices[one]) for one in places], depth - 1) if depth else ()
         return
     kind = type(data).__name__ if count else ""
     named = (
@@ -137,7 +137,7 @@ def _held(data: Any, places: list[int], depth: int = DEPTH) -> Iterator[tuple[st
             several = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{holder}[{key!r}]", one, places) for key, one in several if count <= _count(one))
         elif (isinstance(value, Tensor | list | tuple) or type(value).__module__ == "numpy") and count <= _count(value):
-            yield holder, value, [one for one in places if -count <= one < count]
+            yield holder, value, places
 
 
 def _count(one: Any) -> int:

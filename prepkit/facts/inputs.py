@@ -49,3 +49,7 @@ class InputFacts:
     """Lines that draw in [0, 1) what is multiplied by a standard deviation and added to a mean."""
     rewritten: tuple[Rewritten, ...] = ()
     wrapped: tuple[Wrapped, ...] = ()
+    noises: tuple[tuple[str, str], ...] = ()
+    """Lines that draw noise which a model is to say, and is not given; and lines that draw what it is given."""
+    times: tuple[tuple[str, str], ...] = ()
+    """Lines that draw what a model is told of, and lines that draw by what noise and data were mixed."""

@@ -199,6 +199,88 @@ def recomputed_noise() -> None:
     taken(model, adam(model), (again - x).square().mean() + mean.square().mean())
 
 
+class Denoiser(nn.Module):
+    """Is told of times as they are, or of waves of them."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width + 8, 32), nn.SiLU(), nn.Linear(32, width))
+
+    def forward(self, x: Tensor, times: Tensor, kind: Tensor | None = None) -> Tensor:
+        told = waves(times) if times.dim() == 1 else times
+        return self.layers(torch.cat([x, told if kind is None else told + kind[:, None]], 1))
+
+
+def waves(times: Tensor) -> Tensor:
+    angles = times[:, None] * torch.tensor([1.0, 0.1, 0.03, 0.01])
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+STAYS = (1 - torch.linspace(1e-4, 0.05, 100)).cumprod(0)
+
+
+def noised(x: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+    stays = STAYS[times][:, None]
+    return stays.sqrt() * x + (1 - stays).sqrt() * noise
+
+
+def drawn_times() -> Tensor:
+    return torch.randint(0, 100, (32,))
+
+
+def denoised(
+    *,
+    others: bool = False,
+    late: bool = False,
+    data: bool = False,
+    width: int = 12,
+    kinds: bool = False,
+    told: Callable[[Tensor], Tensor] = Tensor.float,
+) -> Callable[[], None]:
+    """``others``: of other noise; ``late``: of other times; ``data``: it is to say the data, which is drawn too."""
+
+    def run() -> None:
+        model, times = Denoiser(width), drawn_times()
+        x = torch.randn(32, width) if data else torch.rand(32, width).round()
+        noise, other = torch.randn_like(x), torch.randn_like(x)
+        given = noised(x, noise, times)
+        kind = torch.randint(0, 100, (32,)).float() if kinds else None
+        made = model(given, drawn_times().float() if late else told(times), kind)
+        taken(model, adam(model), (made - (x if data else other if others else noise)).pow(2).mean())
+
+    return run
+
+
+def by_loss(*, others: bool) -> Callable[[], None]:
+    def run() -> None:
+        model, times, x = Denoiser(), drawn_times(), torch.rand(32, 12).round()
+        noise, other = torch.randn_like(x), torch.randn_like(x)
+        made = model(noised(x, noise, times), times)
+        taken(model, adam(model), fn.mse_loss(made, other if others else noise))
+
+    return run
+
+
+def flowing() -> None:
+    model, times, x, noise = Denoiser(), torch.rand(32), torch.rand(32, 12).round(), torch.randn(32, 12)
+    made = model(noise + times[:, None] * (x - noise), times)
+    taken(model, adam(model), (made - (x - noise)).square().mean())
+
+
+def random_targets() -> None:
+    model, x, y = Denoiser(), torch.randn(32, 12), torch.randn(32, 12)
+    taken(model, adam(model), fn.mse_loss(model(x, torch.rand(32)), y))
+
+
+def two_times() -> None:
+    """A teacher, and who learns of it, at two times."""
+    model, x, noise = Denoiser(), torch.rand(32, 12).round(), torch.randn(32, 12)
+    one, other = drawn_times(), drawn_times()
+    with torch.no_grad():
+        goal = model(noised(x, noise, other), other)
+    taken(model, adam(model), fn.mse_loss(model(noised(x, noise, one), one), goal))
+
+
 # --- labels of masked places ---
 
 
@@ -384,6 +466,11 @@ WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.shifted", "masked_before_labels", masked(late=True)),
     wrong("run.noise-uniform", "latent_uniform", latent(uniform)),
     wrong("run.noise-uniform", "latent_uniform_softplus", latent(lambda one: torch.rand(one.shape), fn.softplus)),
+    wrong("run.noise-other", "other_noise", denoised(others=True)),
+    wrong("run.noise-other", "other_noise_of_points", denoised(others=True, width=2)),
+    wrong("run.noise-other", "other_noise_by_a_loss", by_loss(others=True)),
+    wrong("run.time-other", "other_times", denoised(late=True)),
+    wrong("run.time-other", "other_times_of_points", denoised(late=True, width=2)),
     wrong("run.samples-rewritten", "noise_in_place", reads(some_rows, adds_noise)),
     wrong("run.samples-rewritten", "noise_in_place_of_numpy", reads(rows_of_numpy, adds_noise_by_numpy)),
     wrong("run.samples-rewritten", "noise_in_place_of_a_list", reads(list_of_rows, adds_noise)),
@@ -412,6 +499,16 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("dequantized", dequantized),
     right("mixed_at_random", mixed_at_random),
     right("recomputed_noise", recomputed_noise),
+    right("denoised", denoised()),
+    right("denoised_points", denoised(width=2)),
+    right("denoised_by_a_loss", by_loss(others=False)),
+    right("denoised_data", denoised(data=True)),
+    right("denoised_points_that_were_drawn", denoised(data=True, width=2)),
+    right("denoised_by_waves", denoised(told=waves, kinds=True)),
+    right("denoised_back", denoised(told=lambda one: 1 - one / 100)),
+    right("flowing", flowing),
+    right("random_targets", random_targets),
+    right("two_times", two_times),
     right("noise_in_a_copy", reads(some_rows, adds_noise_to_a_copy)),
     right("scaled_once", reads(some_rows, scales_once)),
     right("clamped_in_place", reads(some_rows, clamps)),

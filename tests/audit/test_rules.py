@@ -350,6 +350,8 @@ BROKEN: dict[str, RunFacts] = {
     "run.padding-read": handed(padding=(PaddingRead(line="train.py:9", row=0, samples=14, batch=64),)),
     "run.order-read": handed(ordered=(("train.py:9", "logcumsumexp", "RandomSampler"),)),
     "run.noise-uniform": handed(uniform=("train.py:12",)),
+    "run.noise-other": handed(noises=(("train.py:12", "train.py:7"),)),
+    "run.time-other": handed(times=(("train.py:12", "train.py:7"),)),
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
     "run.integers-wrapped": handed(wrapped=(Wrapped(line="train.py:9", dtype="int16", past=37, numbers=400),)),
     "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
