@@ -241,7 +241,7 @@ def denoised(
 
     def run() -> None:
         model, times = Denoiser(width), drawn_times()
-        x = torch.randn(32, width) if data else torch.rand(32, width).round()
+        x = torch.randn(32, width) if data else torch.rand(32, width) + 0.5
         noise, other = torch.randn_like(x), torch.randn_like(x)
         given = noised(x, noise, times)
         kind = torch.randint(0, 100, (32,)).float() if kinds else None
