@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import tensors
 from prepkit.auditing.carried import shuffles_by
+from prepkit.auditing.fetches import Fetches
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
@@ -34,13 +36,19 @@ MOST_NUMBERS = 1 << 20
 """Numbers of an input that are looked at."""
 MOST = 16
 """Draws and lookups that are remembered between two backwards."""
-SOME = 1 << 12
+SOME = 1 << 14
 """Numbers of a draw that are compared."""
 CUMULATIVE = {"Cumsum": "cumsum", "Logcumsumexp": "logcumsumexp", "Cumprod": "cumprod"}
 MOVES = frozenset({"Index", "IndexSelect", "Gather", "Sort", "Take", "Topk", "TakeAlongDim"})
 """Nodes of a graph that may put samples in order."""
 WIDENS = frozenset({"Exp", "Softplus"})
 """What makes a standard deviation of an output."""
+SEVERAL = 8
+"""Samples of which numbers go with each other by no chance."""
+MOST_TOLD = 512
+"""Numbers of a sample that may be made of its time."""
+EXACT = 1e-6
+"""Of the squares what is left by rounding where noise and data are all that is in a sample."""
 MOST_COLUMNS = 8
 """Of a table that may say in which order samples are."""
 
@@ -63,12 +71,26 @@ class _Draw:
     at: int
     """Where the first of them lies."""
     some: Tensor
+    bounds: tuple[Any, ...] = ()
+    """The function, and between which numbers."""
+
+
+@frozen(kw_only=True, eq=False)
+class _Noised:
+    """What a model was called with: data and noise, each times a number of each sample."""
+
+    output: Tensor
+    """Some of it."""
+    shape: torch.Size
+    used: tuple[_Draw, ...]
+    """Draws that are in it."""
 
 
 @define(eq=False)
 class Inputs:
     """Listens inside ``on()``."""
 
+    _fetches: Fetches = field(factory=Fetches)
     _padding: dict[str, PaddingRead] = field(factory=dict)
     _ordered: dict[tuple[str, str, str], None] = field(factory=dict)
     _uniform: dict[str, None] = field(factory=dict)
@@ -84,23 +106,36 @@ class Inputs:
     """Whether hooks hang on what graphs save, which compute it anew."""
     _draws: list[_Draw] = field(factory=list)
     """Numbers in [0, 1) since then."""
+    _normal: list[_Draw] = field(factory=list)
+    _times: list[_Draw] = field(factory=list)
+    """One number for each sample that was drawn evenly since then."""
+    _noised: list[_Noised] = field(factory=list)
+    _others: dict[tuple[str, str], None] = field(factory=dict)
+    _untold: dict[tuple[str, str], None] = field(factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         with ExitStack() as stack:
+            stack.enter_context(self._fetches.on())
             stack.enter_context(around_calls(nn.functional, "embedding", self._looks_up))
             stack.enter_context(around_calls(_BaseDataLoaderIter, "__next__", self._reads))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(around_calls(saved_tensors_hooks, "__enter__", self._hooks))
-            for name in ("rand", "rand_like"):
-                stack.enter_context(around_calls(torch, name, self._drawn))
+            for name in ("rand", "rand_like", "randn", "randn_like", "randint"):
+                stack.enter_context(around_calls(torch, name, partial(self._drawn, name)))
             yield
 
     def facts(self) -> InputFacts:
         """What was heard so far."""
         return InputFacts(
-            padding=tuple(self._padding.values()), ordered=tuple(self._ordered), uniform=tuple(self._uniform)
+            padding=tuple(self._padding.values()),
+            ordered=tuple(self._ordered),
+            uniform=tuple(self._uniform),
+            noises=tuple(self._others),
+            times=tuple(self._untold),
+            rewritten=tuple(self._fetches.rewritten.values()),
+            wrapped=tuple(self._fetches.wrapped.values()),
         )
 
     def leaves(self, module: nn.Module, given: Any, outputs: Any) -> None:
@@ -113,6 +148,8 @@ class Inputs:
         batch = [one for known in self._batch if (one := known()) is not None]
         if self._sampler and any(_is_same(one, other) for one in inputs for other in batch):
             self._samples = len(batch[0])
+        if self._normal:
+            self._hears_noised(inputs, outputs, batch)
 
     def _looks_up(self, plain: Any, ids: Any, weight: Any, padding_idx: Any = None, *given: Any, **named: Any) -> Any:
         if padding_idx is not None and not torch.compiler.is_compiling() and _is_plain(ids) and ids.dim() == 1:
@@ -135,23 +172,62 @@ class Inputs:
             self._hooked = True
         return plain(*given, **named)
 
-    def _drawn(self, plain: Any, *given: Any, **named: Any) -> Any:
+    def _drawn(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         drawn = plain(*given, **named)
-        if not torch.compiler.is_compiling() and _is_plain(drawn) and drawn.numel() >= MOST:
-            some = _some_of(drawn)
-            line = line_of_program(frames_above(__file__))
-            draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=some)
-            self._draws = [*self._draws, draw][-MOST:]
+        if not torch.compiler.is_compiling() and _is_plain(drawn) and drawn.numel() > FEW:
+            line, whole = line_of_program(frames_above(__file__)), [one for one in given if isinstance(one, int)]
+            bounds = (name, *([0] if len(whole) == 1 else []), *whole) if name == "randint" else (name,)
+            draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=_some_of(drawn), bounds=bounds)
+            if name.startswith("randn"):
+                self._normal = [*self._normal, draw][-MOST:]
+            elif drawn.numel() == len(drawn):
+                self._times = [*self._times, draw][-MOST:]
+            if name in ("rand", "rand_like") and drawn.numel() >= MOST:
+                self._draws = [*self._draws, draw][-MOST:]
         return drawn
+
+    def _hears_noised(self, inputs: list[Tensor], outputs: Any, batch: list[Tensor]) -> None:
+        """Looks for noise in what a model is given, which says noise of each number, and is told of something else."""
+        made = next((one.detach() for one in tensors(outputs) if one.dim() > 1), None)
+        given = next((one.detach() for one in inputs if made is not None and one.shape == made.shape), None)
+        if made is None or given is None or not SEVERAL <= len(given) <= MOST_ROWS:
+            return
+        told = [one.detach() for one in inputs if len(one) == len(given) and one.numel() <= MOST_TOLD * len(one)]
+        told = [one for one in told if one.shape != given.shape]
+        held = (value for one in own_frames() for value in [*one.f_locals.values()] if isinstance(value, Tensor))
+        data = [one for one in (*batch, *held) if _is_plain(one) and one.shape == given.shape]
+        others = [_some_of(one) for one in data if one.is_floating_point() and not _is_same(one, given)][:MOST]
+        normal = [one for one in self._normal if one.shape == given.shape][-FEW:]
+        used: dict[_Draw, None] = {}
+        for draw in normal:
+            rests = [one for one in others if not torch.equal(one, draw.some)]
+            for other in (*rests, *(one.some for one in normal if one is not draw)):
+                if (found := _share(_some_of(given), other, draw.some, given.shape)) is not None:
+                    time = next((one for one in self._times if _goes_with(one.some, found[0])), None)
+                    hears = any(_goes_with(one, found[0]) for one in told)
+                    if found[1] or hears or time is not None:
+                        also = (one for one in normal if one.some is other)
+                        used |= {draw: None, **dict.fromkeys(also)}
+                    if time is not None and not hears:
+                        self._misses(time, told)
+        if used and told:
+            self._noised.append(_Noised(output=_some_of(made), shape=made.shape, used=tuple(used)))
+
+    def _misses(self, time: _Draw, told: list[Tensor]) -> None:
+        """A model hears of another draw of the same kind."""
+        others = [one for one in self._times if one.bounds == time.bounds and not torch.equal(one.some, time.some)]
+        other = next((one for one in others if any(_is_drawn(each, one) for each in told)), None)
+        if other is not None and other.line:
+            self._untold[other.line, time.line] = None
 
     def _backward(self, plain: Any, losses: Any, *given: Any, **named: Any) -> Any:
         nested = torch._C._current_graph_task_id() != -1
         if not torch.compiler.is_compiling() and not nested:
             loss = losses[0] if isinstance(losses, tuple | list) and losses else losses
             node = getattr(loss, "grad_fn", None)
-            if (self._samples or self._draws) and node is not None:
+            if (self._samples or self._draws or self._noised) and node is not None:
                 self._looks(graph(node))
-            self._samples, self._draws = 0, []
+            self._samples, self._draws, self._normal, self._times, self._noised = 0, [], [], [], []
         return plain(losses, *given, **named)
 
     def _looks(self, every: list[Any]) -> None:
@@ -163,6 +239,11 @@ class Inputs:
         for draw in self._draws if not self._hooked else ():
             if draw.line and any(_spreads(one, draw) for one in every if name_of(one) == "Add"):
                 self._uniform[draw.line] = None
+        for noised in self._noised if not self._hooked else ():
+            others = [one for one in self._normal if one.shape == noised.shape and one not in noised.used]
+            for one in others:
+                if one.line and any(_aims_at(node, noised, one) for node in every):
+                    self._others[one.line, noised.used[0].line] = None
 
     def _in_order(self, node: Any) -> bool:
         """Whether something has put the samples in order that this node accumulates over, or they lie in one."""
@@ -274,3 +355,53 @@ def _saved(node: Any, name: str) -> Any:
 
 def _holds(one: Tensor, draw: _Draw) -> bool:
     return torch.equal(_some_of(one), draw.some)
+
+
+def _share(given: Tensor, data: Tensor, noise: Tensor, shape: torch.Size) -> tuple[Tensor, bool] | None:
+    """By which number noise is multiplied in each sample, where that and data are all there is; None: they are not.
+
+    And whether a sample has enough numbers to say so.
+    """
+    rows, step = shape[0], shape.numel() // SOME + 1
+    row = torch.arange(0, shape.numel(), step) // (shape.numel() // rows)
+    x, one, other = (each.double().cpu() for each in (given, data, noise))
+    sums = torch.stack([x * x, x * one, x * other, one * one, other * other, one * other, torch.ones_like(x)])
+    xx, xo, xn, oo, nn_, on, count = sums.new_zeros(len(sums), rows).index_add_(1, row, sums)
+    base = oo * nn_ - on * on
+    if float(count.min()) < 2 or not bool((base > EXACT * oo * nn_).all()):
+        return None
+    of_data, of_noise = (xo * nn_ - xn * on) / base, (xn * oo - xo * on) / base
+    left = xx - of_data * xo - of_noise * xn
+    is_all = float(left.sum()) < EXACT * float(xx.sum()) and float(of_noise.abs().min()) > 0
+    return (of_noise, float(count.min()) > FEW) if is_all else None
+
+
+def _goes_with(times: Tensor, share: Tensor) -> bool:
+    """Return whether numbers of samples rise, or fall, wherever some others do."""
+    if len(times) != len(share) or times.dtype == torch.bool or times.is_complex():
+        return False
+    columns = times.detach().reshape(len(times), -1).double().cpu()
+    spread = float(share.max() - share.min())
+    several = torch.tensor([one.unique().numel() >= SEVERAL // 2 for one in columns.T])
+    steps = share[columns.argsort(0)].diff(dim=0) / (spread or 1.0)
+    against = torch.minimum((steps < -SLIGHT).double().mean(0), (steps > SLIGHT).double().mean(0))
+    return spread > SLIGHT and bool(((against < RARE) & several).any())
+
+
+SLIGHT, RARE = 1e-2, 0.05
+
+
+def _is_drawn(one: Tensor, draw: _Draw) -> bool:
+    return one.numel() == len(draw.some) == draw.shape.numel() and torch.equal(one.flatten().to(draw.some), draw.some)
+
+
+def _aims_at(node: Any, noised: _Noised, draw: _Draw) -> bool:
+    """Return whether it compares what a model gave with a draw."""
+    if name_of(node) in ("MseLoss", "SmoothL1Loss", "HuberLoss"):
+        target = _saved(node, "_saved_target")
+        return isinstance(target, Tensor) and target.shape == draw.shape and _holds(target, draw)
+    difference = _saved(node, "_saved_self") if name_of(node) in ("Pow", "Abs") else None
+    if not isinstance(difference, Tensor) or difference.shape != draw.shape:
+        return False
+    some = _some_of(difference)
+    return any(torch.allclose(noised.output + sign * some, draw.some, atol=1e-4) for sign in (1, -1))

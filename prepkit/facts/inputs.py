@@ -19,6 +19,26 @@ class PaddingRead:
 
 
 @frozen(kw_only=True)
+class Rewritten:
+    """What a data set holds of which reading a sample makes something else, each time."""
+
+    line: str
+    """Where it is written; empty: not known."""
+    holder: str
+    """As ``Noisy.x``."""
+
+
+@frozen(kw_only=True)
+class Wrapped:
+    """Small integers that are past what their dtype holds, while samples are read."""
+
+    line: str
+    dtype: str
+    past: int
+    numbers: int
+
+
+@frozen(kw_only=True)
 class InputFacts:
     """What a program hands to its layers and losses."""
 
@@ -27,3 +47,9 @@ class InputFacts:
     """Lines that accumulate over the samples of a batch which nobody has sorted, the function, and what draws them."""
     uniform: tuple[str, ...] = ()
     """Lines that draw in [0, 1) what is multiplied by a standard deviation and added to a mean."""
+    rewritten: tuple[Rewritten, ...] = ()
+    wrapped: tuple[Wrapped, ...] = ()
+    noises: tuple[tuple[str, str], ...] = ()
+    """Lines that draw noise which a model is to say, and is not given; and lines that draw what it is given."""
+    times: tuple[tuple[str, str], ...] = ()
+    """Lines that draw what a model is told of, and lines that draw by what noise and data were mixed."""

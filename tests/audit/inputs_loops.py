@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
+from prepkit.auditing.fetches import MOST_NUMBERS
 from tests.audit.beginnings_loops import named
 from tests.audit.case import adam
 from tests.audit.loops import Loop, taken
@@ -197,6 +199,88 @@ def recomputed_noise() -> None:
     taken(model, adam(model), (again - x).square().mean() + mean.square().mean())
 
 
+class Denoiser(nn.Module):
+    """Is told of times as they are, or of waves of them."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width + 8, 32), nn.SiLU(), nn.Linear(32, width))
+
+    def forward(self, x: Tensor, times: Tensor, kind: Tensor | None = None) -> Tensor:
+        told = waves(times) if times.dim() == 1 else times
+        return self.layers(torch.cat([x, told if kind is None else told + kind[:, None]], 1))
+
+
+def waves(times: Tensor) -> Tensor:
+    angles = times[:, None] * torch.tensor([1.0, 0.1, 0.03, 0.01])
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+STAYS = (1 - torch.linspace(1e-4, 0.05, 100)).cumprod(0)
+
+
+def noised(x: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+    stays = STAYS[times][:, None]
+    return stays.sqrt() * x + (1 - stays).sqrt() * noise
+
+
+def drawn_times() -> Tensor:
+    return torch.randint(0, 100, (32,))
+
+
+def denoised(
+    *,
+    others: bool = False,
+    late: bool = False,
+    data: bool = False,
+    width: int = 12,
+    kinds: bool = False,
+    told: Callable[[Tensor], Tensor] = Tensor.float,
+) -> Callable[[], None]:
+    """``others``: of other noise; ``late``: of other times; ``data``: it is to say the data, which is drawn too."""
+
+    def run() -> None:
+        model, times = Denoiser(width), drawn_times()
+        x = torch.randn(32, width) if data else torch.rand(32, width) + 0.5
+        noise, other = torch.randn_like(x), torch.randn_like(x)
+        given = noised(x, noise, times)
+        kind = torch.randint(0, 100, (32,)).float() if kinds else None
+        made = model(given, drawn_times().float() if late else told(times), kind)
+        taken(model, adam(model), (made - (x if data else other if others else noise)).pow(2).mean())
+
+    return run
+
+
+def by_loss(*, others: bool) -> Callable[[], None]:
+    def run() -> None:
+        model, times, x = Denoiser(), drawn_times(), torch.rand(32, 12).round()
+        noise, other = torch.randn_like(x), torch.randn_like(x)
+        made = model(noised(x, noise, times), times)
+        taken(model, adam(model), fn.mse_loss(made, other if others else noise))
+
+    return run
+
+
+def flowing() -> None:
+    model, times, x, noise = Denoiser(), torch.rand(32), torch.rand(32, 12).round(), torch.randn(32, 12)
+    made = model(noise + times[:, None] * (x - noise), times)
+    taken(model, adam(model), (made - (x - noise)).square().mean())
+
+
+def random_targets() -> None:
+    model, x, y = Denoiser(), torch.randn(32, 12), torch.randn(32, 12)
+    taken(model, adam(model), fn.mse_loss(model(x, torch.rand(32)), y))
+
+
+def two_times() -> None:
+    """A teacher, and who learns of it, at two times."""
+    model, x, noise = Denoiser(), torch.rand(32, 12).round(), torch.randn(32, 12)
+    one, other = drawn_times(), drawn_times()
+    with torch.no_grad():
+        goal = model(noised(x, noise, other), other)
+    taken(model, adam(model), fn.mse_loss(model(noised(x, noise, one), one), goal))
+
+
 # --- labels of masked places ---
 
 
@@ -225,6 +309,155 @@ def masked(*, late: bool) -> Callable[[], None]:
     return run
 
 
+# --- samples as they are read ---
+
+Reading = Callable[["Held", int], Tensor]
+
+
+class Held(Dataset[tuple[Tensor, Tensor]]):
+    """Samples in memory; ``reading`` makes what is handed out of one."""
+
+    def __init__(self, held: Any, reading: Reading) -> None:
+        self.x, self.y, self.reading = held, torch.randint(3, (64,)), reading
+        self.cache: list[Tensor | None] = [None] * 64
+        self.rows = torch.zeros(64, 2, 8)
+        self.known = torch.zeros(64, dtype=torch.bool)
+        self.reads = torch.ones(64)
+        self.negatives = torch.randint(1, 1000, (64, 5))
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.reading(self, index), self.y[index]
+
+
+def reads(held: Callable[[], Any], reading: Reading, *, part: bool = False) -> Callable[[], None]:
+    def run() -> None:
+        data: Dataset[tuple[Tensor, Tensor]] = Held(held(), reading)
+        if part:
+            data = random_split(data, [48, 16])[0]
+        model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+        optimizer = adam(model)
+        for x, y in DataLoader(data, 16, shuffle=True):
+            taken(model, optimizer, fn.cross_entropy(model(x.float()), y))
+
+    return run
+
+
+def some_rows() -> Tensor:
+    return torch.randn(64, 2, 8)
+
+
+def rows_of_numpy() -> Any:
+    return torch.randn(64, 2, 8).numpy()
+
+
+def list_of_rows() -> list[Tensor]:
+    return [*torch.randn(64, 2, 8)]
+
+
+def many_rows() -> Tensor:
+    return torch.randn(MOST_NUMBERS // 16 + 64, 2, 8)
+
+
+def some_ids() -> Tensor:
+    return torch.randint(5, 100, (64, 2, 8))
+
+
+def sounds() -> Tensor:
+    return (torch.randn(64, 2, 8) * 9000).clamp(-30000, 30000).to(torch.int16)
+
+
+def pictures() -> Tensor:
+    return torch.randint(256, (64, 2, 8)).to(torch.uint8)
+
+
+def adds_noise(data: Held, index: int) -> Tensor:
+    x = data.x[index]
+    x += 0.1 * torch.randn(2, 8)
+    return x.flip(-1)
+
+
+def adds_noise_by_numpy(data: Held, index: int) -> Tensor:
+    x = data.x[index]
+    x += 0.1 * torch.randn(2, 8).numpy()
+    return torch.from_numpy(x.copy())
+
+
+def adds_noise_to_a_copy(data: Held, index: int) -> Tensor:
+    x = data.x[index].clone()
+    x += 0.1 * torch.randn(2, 8)
+    return x
+
+
+def masks_ids(data: Held, index: int) -> Tensor:
+    ids = data.x[index]
+    ids[torch.rand(2, 8) < 0.2] = 1
+    return ids
+
+
+def scales_once(data: Held, index: int) -> Tensor:
+    if not data.known[index]:
+        data.x[index] *= 0.1
+        data.known[index] = True
+    return data.x[index]
+
+
+def clamps(data: Held, index: int) -> Tensor:
+    return data.x[index].clamp_(-1, 1)
+
+
+def centres(data: Held, index: int) -> Tensor:
+    x = data.x[index]
+    x -= x.mean()
+    return x
+
+
+def fills_a_cache(data: Held, index: int) -> Tensor:
+    if (known := data.cache[index]) is None:
+        known = data.cache[index] = data.x[index] + 0.1 * torch.randn(2, 8)
+    return known
+
+
+def fills_rows(data: Held, index: int) -> Tensor:
+    data.rows[index] = data.x[index] + 0.1 * torch.randn(2, 8)
+    return data.rows[index]
+
+
+def counts_reads(data: Held, index: int) -> Tensor:
+    data.reads[index] *= 0.9
+    return data.x[index] * data.reads[index]
+
+
+def draws_negatives(data: Held, index: int) -> Tensor:
+    data.negatives[index] = torch.randint(1, 1000, (5,))
+    return data.x[index]
+
+
+def louder(data: Held, index: int) -> Tensor:
+    return data.x[index] * 4
+
+
+def brighter(data: Held, index: int) -> Tensor:
+    x = data.x[index].clone()
+    x += 60
+    return x
+
+
+def louder_of_floats(data: Held, index: int) -> Tensor:
+    return data.x[index].float() * 4
+
+
+def negative_picture(data: Held, index: int) -> Tensor:
+    return 255 - data.x[index]
+
+
+def other_hue(data: Held, index: int) -> Tensor:
+    hue = data.x[index]
+    return hue + int(torch.randint(256, ()))  # the hue goes round
+
+
 WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.padding-read", "item_that_is_the_pad", rated()),
     wrong("run.padding-read", "last_item_that_is_the_pad", rated(pads=-1)),
@@ -233,6 +466,19 @@ WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.shifted", "masked_before_labels", masked(late=True)),
     wrong("run.noise-uniform", "latent_uniform", latent(uniform)),
     wrong("run.noise-uniform", "latent_uniform_softplus", latent(lambda one: torch.rand(one.shape), fn.softplus)),
+    wrong("run.noise-other", "other_noise", denoised(others=True)),
+    wrong("run.noise-other", "other_noise_of_points", denoised(others=True, width=2)),
+    wrong("run.noise-other", "other_noise_by_a_loss", by_loss(others=True)),
+    wrong("run.time-other", "other_times", denoised(late=True)),
+    wrong("run.time-other", "other_times_of_points", denoised(late=True, width=2)),
+    wrong("run.samples-rewritten", "noise_in_place", reads(some_rows, adds_noise)),
+    wrong("run.samples-rewritten", "noise_in_place_of_numpy", reads(rows_of_numpy, adds_noise_by_numpy)),
+    wrong("run.samples-rewritten", "noise_in_place_of_a_list", reads(list_of_rows, adds_noise)),
+    wrong("run.samples-rewritten", "noise_in_place_of_many", reads(many_rows, adds_noise)),
+    wrong("run.samples-rewritten", "noise_in_place_of_a_part", reads(some_rows, adds_noise, part=True)),
+    wrong("run.samples-rewritten", "ids_masked_in_place", reads(some_ids, masks_ids)),
+    wrong("run.integers-wrapped", "sounds_too_loud", reads(sounds, louder)),
+    wrong("run.integers-wrapped", "pictures_too_bright", reads(pictures, brighter)),
 )
 RIGHT_INPUTS: tuple[Loop, ...] = (
     right("items_without_pads", rated(pads=None)),
@@ -253,4 +499,25 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("dequantized", dequantized),
     right("mixed_at_random", mixed_at_random),
     right("recomputed_noise", recomputed_noise),
+    right("denoised", denoised()),
+    right("denoised_points", denoised(width=2)),
+    right("denoised_by_a_loss", by_loss(others=False)),
+    right("denoised_data", denoised(data=True)),
+    right("denoised_points_that_were_drawn", denoised(data=True, width=2)),
+    right("denoised_by_waves", denoised(told=waves, kinds=True)),
+    right("denoised_back", denoised(told=lambda one: 1 - one / 100)),
+    right("flowing", flowing),
+    right("random_targets", random_targets),
+    right("two_times", two_times),
+    right("noise_in_a_copy", reads(some_rows, adds_noise_to_a_copy)),
+    right("scaled_once", reads(some_rows, scales_once)),
+    right("clamped_in_place", reads(some_rows, clamps)),
+    right("centred_in_place", reads(some_rows, centres)),
+    right("cached_samples", reads(some_rows, fills_a_cache)),
+    right("rows_that_are_filled", reads(some_rows, fills_rows)),
+    right("reads_that_are_counted", reads(some_rows, counts_reads)),
+    right("negatives_drawn_anew", reads(some_rows, draws_negatives)),
+    right("sounds_as_floats", reads(sounds, louder_of_floats)),
+    right("negative_picture", reads(pictures, negative_picture)),
+    right("other_hue", reads(pictures, other_hue)),
 )

@@ -267,9 +267,8 @@ def masters(*, flat: bool) -> Run:
             model.zero_grad()
             fn.cross_entropy(model(torch.randn(12, 6)), torch.arange(12) % 3).backward()
             given = [one.grad for one in params if one.grad is not None]
-            for copy, grad in zip(
-                copies, [torch.cat([one.flatten() for one in given])] if flat else given, strict=True
-            ):
+            rows = [torch.cat([one.flatten() for one in given])] if flat else given
+            for own, grad in zip(copies, rows, strict=True):
                 own.grad = grad.clone()
             optimizer.step()
             with torch.no_grad():

@@ -51,7 +51,7 @@ WARNINGS = _ids(
         "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative ratio-one same-batch classes-blended "
         "targets-alike masked-chosen trainer-undivided "
-        "padding-read order-read noise-uniform "
+        "padding-read order-read noise-uniform noise-other time-other samples-rewritten integers-wrapped "
         "units-alike norm-momentum layer-repeated state-carried "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
         "column-dropped pixels-raw view-permutes cast-to-nothing "

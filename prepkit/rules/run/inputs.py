@@ -32,6 +32,30 @@ def _uniform(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what} and their spread is another.")
 
 
+def _noises(facts: RunFacts) -> Iterator[Hit]:
+    for line, other in _given(facts).noises:
+        what = f"The model is to say the noise that is drawn here, and is given that of {other}:"
+        yield Hit(line, f"{what} it can learn nothing of this one.")
+
+
+def _times(facts: RunFacts) -> Iterator[Hit]:
+    for line, other in _given(facts).times:
+        what = "The model is told the times that are drawn here, and what it is given has as much noise as the times of"
+        yield Hit(line, f"{what} {other} say.")
+
+
+def _rewritten(facts: RunFacts) -> Iterator[Hit]:
+    for one in _given(facts).rewritten:
+        what = f"Reading a sample writes into {one.holder}, and reading it again writes once more: each epoch begins"
+        yield Hit(one.line or one.holder, f"{what} with what the last one has left of the samples.")
+
+
+def _wrapped(facts: RunFacts) -> Iterator[Hit]:
+    for one in _given(facts).wrapped:
+        what = f"{one.past:,} of {one.numbers:,} numbers are past what {one.dtype} holds,"
+        yield Hit(one.line, f"{what} and wrap around: what was large and bright is small and dark.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.padding-read",
@@ -59,6 +83,42 @@ RULES: tuple[Rule, ...] = (
         fix="Write torch.randn_like in the place of torch.rand_like.",
         severity=Severity.WARNING,
         source=("torch.randn_like",),
+    ),
+    Rule(
+        id="run.noise-other",
+        summary="Noise that a model is to say is in what it is given.",
+        check=_noises,
+        at=(Moment.AUDIT,),
+        fix="Draw it once, and give it to both: x_t = q_sample(x, t, noise), and the loss of model(x_t, t) and noise.",
+        severity=Severity.WARNING,
+        source=("DDPM: algorithm 1",),
+    ),
+    Rule(
+        id="run.time-other",
+        summary="A model is told the times by which noise was added to what it is given.",
+        check=_times,
+        at=(Moment.AUDIT,),
+        fix="Draw t once, and give it to both: add_noise(x, noise, t) and model(x_t, t).",
+        severity=Severity.WARNING,
+        source=("DDPM: algorithm 1",),
+    ),
+    Rule(
+        id="run.samples-rewritten",
+        summary="Reading a sample leaves what the data set holds as it was.",
+        check=_rewritten,
+        at=(Moment.AUDIT,),
+        fix="Change a copy: x = self.x[i].clone() (numpy: .copy()), or x = x + noise in the place of x += noise.",
+        severity=Severity.WARNING,
+        source=("torch.utils.data.Dataset",),
+    ),
+    Rule(
+        id="run.integers-wrapped",
+        summary="What is computed of small integers stays within what their dtype holds.",
+        check=_wrapped,
+        at=(Moment.AUDIT,),
+        fix="Make it floating first: self.wav[i].float() * gain.",
+        severity=Severity.WARNING,
+        source=("torch.Tensor.float",),
     ),
 )
 """Reporting order."""

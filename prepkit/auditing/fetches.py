@@ -1,0 +1,293 @@
+"""What a data set does to what it holds while samples are read, and small integers that wrap around there."""
+
+from __future__ import annotations
+
+import copy
+import io
+import linecache
+import re
+import sys
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from prepkit.facts.inputs import Rewritten, Wrapped
+from prepkit.loading.draws import RandomState
+from prepkit.observe.prepared.around import called_by_program, frames_above, is_of_library, line_of_program
+from prepkit.observe.prepared.instead import around_calls
+
+FETCHES = 2
+"""Of each data set that are looked at."""
+FEW = 4
+"""Samples of which nothing is told."""
+MOST = 8
+"""Samples of a fetch that are read once more, where something of them was rewritten."""
+MOST_NUMBERS = 1 << 20
+"""Numbers of which all are compared; of more, the rows of samples that are read."""
+MOST_HELD = 64
+"""What a data set holds that is looked at."""
+DEPTH = 4
+"""Data sets inside of each other."""
+ALIKE = 0.3
+"""How like what was there before is what was made of it."""
+SLIGHT = 1e-3
+"""A change that may be of rounding."""
+SMALL = frozenset({torch.int8, torch.uint8, torch.int16})
+KINDS = SMALL | {torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""What samples are of; those that say yes or no are what a data set remembers."""
+WRAPS = frozenset({"add", "sub", "mul", "neg", "pow", "square", "multiply", "subtract", "negative"})
+OPERATORS = frozenset(f"{side}{name}" for name in ("add", "sub", "mul", "pow") for side in "ir")
+ROUND = re.compile(r"hue|hash|crc|checksum|phase|angle|circular|wrap|&|%")
+"""Words beside which numbers are meant to go round."""
+
+
+@frozen(kw_only=True, eq=False)
+class _Piece:
+    """Rows that a data set holds, in its own memory, and as they were."""
+
+    holder: str
+    rows: Tensor
+    before: Tensor
+
+
+@define(eq=False)
+class Fetches:
+    """Listens inside ``on()``, to what is read in this process."""
+
+    rewritten: dict[str, Rewritten] = field(factory=dict)
+    wrapped: dict[str, Wrapped] = field(factory=dict)
+    _read: dict[int, int] = field(factory=dict)
+    """By ``id`` of a data set how often it was looked at."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with around_calls(_MapDatasetFetcher, "fetch", self._fetches):
+            yield
+
+    def _fetches(self, plain: Callable[..., Any], fetcher: Any, wanted: Any) -> Any:
+        count = self._read.get(id(fetcher.dataset), 0)
+        here = threading.current_thread() is threading.main_thread() and get_worker_info() is None
+        if count >= FETCHES or not here or torch.compiler.is_compiling():
+            return plain(fetcher, wanted)
+        self._read[id(fetcher.dataset)] = count + 1
+        places = [one for one in (wanted if isinstance(wanted, list) else [wanted]) if isinstance(one, int)]
+        pieces = _pieces(fetcher.dataset, places)
+        with _Wraps(self.wrapped):
+            batch = plain(fetcher, wanted)
+        changed = _rewritten(pieces)
+        if changed and places:
+            few = wanted[:MOST] if isinstance(wanted, list) else wanted
+            for one in _again(plain, fetcher, few, places[:MOST], changed):
+                self.rewritten.setdefault(one.holder, one)
+        return batch
+
+
+# --- what a data set holds ---
+
+
+def _pieces(data: Any, places: list[int]) -> list[_Piece]:
+    found: list[_Piece] = []
+    for holder, held, inside in _held(data, places):
+        if isinstance(held, list | tuple):
+            parts = [
+                part[None] for place in inside for part in map(_array, tree_leaves(held[place])) if part is not None
+            ]
+        elif (array := _array(held)) is None:
+            continue
+        else:
+            parts = [array] if array.numel() <= MOST_NUMBERS else [array[place][None] for place in inside]
+        found += [_Piece(holder=holder, rows=one, before=one.clone()) for one in parts if one.numel() > len(one)]
+    return found
+
+
+def _held(data: Any, places: list[int], depth: int = DEPTH) -> Iterator[tuple[str, Any, list[int]]]:
+    """Yield arrays and lists with a row for each sample, what they are called, and rows of these samples."""
+    count = _count(data)
+    places = [one for one in places if -count <= one < count]
+    if isinstance(data, Subset):
+        yield from _held(data.dataset, [int(data.indices[one]) for one in places], depth - 1) if depth else ()
+        return
+    kind = type(data).__name__ if count else ""
+    named = (
+        []
+        if not count
+        else [(kind, data)]
+        if isinstance(data, list | tuple)
+        else [*getattr(data, "__dict__", {}).items()]
+    )
+    for name, value in named[:MOST_HELD]:
+        holder = name if value is data else f"{kind}.{name}"
+        if isinstance(value, Dataset):
+            yield from _held(value, places, depth - 1) if depth else ()
+        elif isinstance(value, list | tuple | dict) and 0 < len(value) <= min(FEW, count):
+            several = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{holder}[{key!r}]", one, places) for key, one in several if count <= _count(one))
+        elif (isinstance(value, Tensor | list | tuple) or type(value).__module__ == "numpy") and count <= _count(value):
+            yield holder, value, places
+
+
+def _count(one: Any) -> int:
+    """How many rows it has; 0: few, or none."""
+    try:
+        count = len(one)
+    except Exception:  # what a program has written, or an array of one number
+        return 0
+    return count if count > FEW else 0
+
+
+def _array(one: Any) -> Tensor | None:
+    """A tensor in the same memory; None: it is no array that can be written to."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and type(one) in (numpy.ndarray, numpy.memmap) and one.flags.writeable:
+        try:
+            one = torch.from_numpy(one)
+        except (TypeError, ValueError):  # of strings, or read backwards
+            return None
+    plain = type(one) is Tensor and one.layout == torch.strided and not one.is_meta and one.dim() > 0
+    return one.detach() if plain and one.dtype in KINDS else None
+
+
+# --- samples that are rewritten ---
+
+
+def _rewritten(pieces: Iterable[_Piece]) -> set[str]:
+    """Return what holds something that was made of what was there: zeros and NaN were nothing yet."""
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for one in pieces:
+        rows, before = one.rows.flatten(1), one.before.flatten(1)
+        changed = ((rows != before) & ~(rows.isnan() & before.isnan())).any(1).nonzero()[:MOST].flatten()
+        pairs[one.holder] += [*zip(before[changed].double(), rows[changed].double(), strict=True)][:MOST]
+    columns = {holder: [*zip(*found, strict=True)] for holder, found in pairs.items() if found}
+    return {holder for holder, (before, rows) in columns.items() if _is_made_of(torch.cat(before), torch.cat(rows))}
+
+
+def _is_made_of(before: Tensor, after: Tensor) -> bool:
+    """Return whether one goes along with the other, more than by chance, and is another by more than by rounding."""
+    if not bool(before.isfinite().all()) or not float((after - before).norm()) > SLIGHT * float(before.norm()) > 0:
+        return False
+    one, other = before - before.mean(), after - after.mean()
+    along = float(one @ other) / (float(one.norm() * other.norm()) or 1.0)
+    return bool(along > max(ALIKE, 4 / len(before) ** 0.5))
+
+
+def _again(plain: Any, fetcher: Any, wanted: Any, places: list[int], changed: set[str]) -> Iterator[Rewritten]:
+    """Yield what a copy of a data set rewrites once more where it reads the same samples again.
+
+    What fills a cache, or is to be done once, it does not. Large arrays are not copied, and are put back.
+    """
+    shared = {id(held): held for _, held, _ in _held(fetcher.dataset, places) if _is_large(held)}
+    try:
+        twin = copy.deepcopy(fetcher, {**shared})
+    except Exception:  # it holds what cannot be copied
+        return
+    pieces = [one for one in _pieces(twin.dataset, places) if one.holder in changed]
+    lines: dict[str, str] = {}
+    try:
+        with RandomState.now().inside(), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with _heard_by_line(pieces, lines):
+                plain(twin, wanted)
+        again = _rewritten(pieces)
+    except Exception:  # what a program has written
+        return
+    finally:
+        for one in pieces:
+            one.rows.copy_(one.before)
+    yield from (Rewritten(line=lines.get(holder, ""), holder=holder) for holder in sorted(again))
+
+
+def _is_large(held: Any) -> bool:
+    first = held[0] if isinstance(held, list | tuple) else held
+    arrays = [one for one in map(_array, tree_leaves(first)) if one is not None]
+    return sum(one.numel() for one in arrays) * (len(held) if first is not held else 1) > MOST_NUMBERS
+
+
+@contextmanager
+def _heard_by_line(pieces: list[_Piece], lines: dict[str, str]) -> Iterator[None]:
+    """Inside, each line of the program is heard behind which something else stands in these rows."""
+    stands = ""
+
+    def looks() -> None:
+        for one in pieces:
+            if stands and one.holder not in lines and not torch.equal(one.rows, one.before):
+                lines[one.holder] = stands
+
+    def begins(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal stands
+        if is_of_library(frame):
+            return None
+        looks()
+        stands = line_of_program([frame] if event != "return" or frame.f_back is None else [frame.f_back])
+        return begins
+
+    before = sys.gettrace()
+    sys.settrace(begins)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        looks()
+
+
+# --- small integers that wrap around ---
+
+
+class _Wraps(TorchFunctionMode):
+    """Computes once more, wide, what the program computes of small integers."""
+
+    def __init__(self, found: dict[str, Wrapped]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        name = getattr(function, "__name__", "").strip("_")
+        looks = (name in WRAPS or name in OPERATORS) and not torch.compiler.is_compiling() and not named
+        wide = _widely(function, args) if looks else None
+        result = function(*args, **named)
+        if wide is not None and type(result) is Tensor and result.dtype in SMALL and wide.shape == result.shape:
+            past = int((result != wide).sum())
+            line = _line_of_call() if past else ""
+            if line and line not in self.found:
+                kind = str(result.dtype).removeprefix("torch.")
+                self.found[line] = Wrapped(line=line, dtype=kind, past=past, numbers=result.numel())
+        return result
+
+
+def _widely(function: Any, args: Any) -> Tensor | None:
+    given = [one for one in args if isinstance(one, Tensor)]
+    kinds = {one.dtype for one in given}
+    if not given or not kinds <= SMALL or any(type(one) is not Tensor or one.numel() > MOST_NUMBERS for one in given):
+        return None
+    if any(isinstance(one, float) for one in args):
+        return None
+    result = function(*(one.long() if isinstance(one, Tensor) else one for one in args))
+    return result if isinstance(result, Tensor) else None
+
+
+def _line_of_call() -> str:
+    """The line of the program that calls torch; empty: a library does, or it is meant to go round."""
+    frames = (one for one in frames_above(__file__) if Path(one.f_code.co_filename).name not in TORCH_CALLS)
+    frame = next(frames, None)
+    if frame is None or not called_by_program([frame]):
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split("#")[0].lower()
+    return "" if ROUND.search(text) else line_of_program([frame])
+
+
+TORCH_CALLS = ("_tensor.py", "overrides.py")
+"""Files of torch's through which operators are called."""
