@@ -20,7 +20,10 @@ from prepkit.rules.rule import Moment, Need, findings_of
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
-LATER = ("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried")
+LATER = (
+    *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried"),
+    "average-follows",
+)
 """Rules over what a window hears behind the first step too."""
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 

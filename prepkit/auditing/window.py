@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from prepkit.auditing import workers
 from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
+from prepkit.auditing.copies import Copies
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.libraries import LibraryCalls
@@ -107,6 +108,7 @@ class Window:
     libraries: LibraryCalls = field(factory=LibraryCalls)
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
+    copies: Copies = field(factory=Copies)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -136,7 +138,7 @@ class Window:
             stack.enter_context(scripts_read_plain())
             stack.enter_context(called_first(self._enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
-            for room in (*rooms, self.libraries, self.turns, self.beginnings, Standing(self.arrivals)):
+            for room in (*rooms, self.libraries, self.turns, self.beginnings, self.copies, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -161,7 +163,8 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        return {**self.ledger.told(), **self.beginnings.told(), "loaded_itself": tuple(self.loads.itself)}
+        itself = {"loaded_itself": tuple(self.loads.itself)}
+        return {**self.ledger.told(), **self.beginnings.told(), **self.copies.told(), **itself}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""
@@ -230,6 +233,7 @@ class Window:
             "libraries": self.libraries.facts(alive, self.called()),
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),
+            "overlapping": self.copies.overlapping(alive, model),
         }
 
     def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:

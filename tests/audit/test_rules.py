@@ -34,7 +34,7 @@ from prepkit.facts.run import (
     WrappedModule,
 )
 from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
-from prepkit.facts.values import BeginningFacts, Permuted, ValueFacts
+from prepkit.facts.values import BeginningFacts, Following, Permuted, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -320,6 +320,10 @@ BROKEN: dict[str, RunFacts] = {
                 )
             )
         ),
+    ),
+    "run.storage-shared": evolve(FINE, window=WindowFacts(overlapping=(("dec.weight", "enc.weight"),))),
+    "run.average-follows": evolve(
+        FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
     "run.targets-alike": evolve(
         FINE,
