@@ -33,7 +33,7 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
-from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
+from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
 from prepkit.facts.values import BeginningFacts, Following, Permuted, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
@@ -319,6 +319,23 @@ BROKEN: dict[str, RunFacts] = {
                     OddDivergence(line="train.py:31", name="kld", value=0.31, subtracted=True),
                 )
             )
+        ),
+    ),
+    "run.result-dropped": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(
+                dropped=(
+                    Dropped(line="train.py:20", name="logdet", shape=(128,)),
+                    Dropped(line="train.py:21", name="fast", shape=(), weights=4),
+                )
+            )
+        ),
+    ),
+    "run.mixed-half": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(half_mixed=(HalfMixed(line="train.py:12", name="x", labels="ya", left="yb"),))
         ),
     ),
     "run.storage-shared": evolve(FINE, window=WindowFacts(overlapping=(("dec.weight", "enc.weight"),))),

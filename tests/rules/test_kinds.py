@@ -50,7 +50,7 @@ WARNINGS = _ids(
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
         "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative "
-        "targets-alike storage-shared average-follows "
+        "targets-alike storage-shared average-follows result-dropped mixed-half "
         "units-alike norm-momentum layer-repeated state-carried "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
         "column-dropped pixels-raw view-permutes cast-to-nothing "
