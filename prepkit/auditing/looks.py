@@ -22,7 +22,7 @@ LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
-    *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept"),
+    *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
     *("skip-kept", "new-tokens-frozen", "judged-alike"),
 )
 """Rules over what a window hears behind the first step too."""

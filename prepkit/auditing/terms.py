@@ -13,10 +13,11 @@ from torch.autograd import grad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from prepkit.auditing.leftovers import dropped, half_mixed
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.term_texts import constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
-from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
+from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.ranks.world import world
@@ -54,6 +55,8 @@ class Terms:
     constants: dict[ConstantTerm, None] = field(factory=dict)
     divergences: dict[OddDivergence, None] = field(factory=dict)
     masked: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
+    dropped: dict[Dropped, None] = field(factory=dict)
+    half_mixed: dict[HalfMixed, None] = field(factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -72,6 +75,8 @@ class Terms:
             constants=tuple(self.constants),
             divergences=tuple(self.divergences),
             masked=tuple(self.masked),
+            dropped=tuple(self.dropped),
+            half_mixed=tuple(self.half_mixed),
         )
 
     def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
@@ -98,8 +103,11 @@ class Terms:
         if any(_bootstraps(one) for term in terms for one in _compared(term)):
             self.targets[line] = None
         text = text_of(frames_above(__file__))
+        trained = {id(one.variable) for one in every if hasattr(one, "variable")}
+        if text is not None:
+            self.dropped |= dict.fromkeys(dropped(text, loss, trained, graph))
+            self.half_mixed |= dict.fromkeys(half_mixed(text))
         if text is not None and (summands := text.terms()):
-            trained = {id(one.variable) for one in every if hasattr(one, "variable")}
             self.constants |= dict.fromkeys(constants(text, summands, trained))
             self.divergences |= dict.fromkeys(divergences(text, summands))
             told = {one.name for one in self.constants}

@@ -28,6 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from prepkit.auditing import workers
 from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
+from prepkit.auditing.copies import Copies
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.inputs import Inputs
 from prepkit.auditing.ledger import Ledger
@@ -114,6 +115,7 @@ class Window:
     inputs: Inputs = field(factory=Inputs)
     shares: Shares = field(factory=Shares)
     lessons: Lessons = field(factory=Lessons)
+    copies: Copies = field(factory=Copies)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -145,7 +147,7 @@ class Window:
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
             more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)
-            for room in (*rooms, *more, Standing(self.arrivals)):
+            for room in (*rooms, *more, self.copies, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -171,7 +173,10 @@ class Window:
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
         own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle(), "shares": self.shares.told()}
-        return {**self.ledger.told(), **self.beginnings.told(), **own, "lessons": self.lessons.told()}
+        rooms = (self.ledger, self.beginnings, self.copies)
+        return (
+            {name: one for room in rooms for name, one in room.told().items()} | own | {"lessons": self.lessons.told()}
+        )
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""
@@ -243,6 +248,7 @@ class Window:
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),
             "inputs": self.inputs.facts(),
+            "overlapping": self.copies.overlapping(alive, model),
         }
 
     def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:

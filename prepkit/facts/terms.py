@@ -42,6 +42,31 @@ class OddDivergence:
 
 
 @frozen(kw_only=True)
+class Dropped:
+    """A result with a graph that the loss does not contain and nobody reads."""
+
+    line: str
+    """Where it is made."""
+    name: str
+    shape: tuple[int, ...]
+    weights: int = 0
+    """How many weights it is, of the shapes of those that train; 0: it is none."""
+
+
+@frozen(kw_only=True)
+class HalfMixed:
+    """Samples that are mixed with others of their batch, with labels that are not."""
+
+    line: str
+    """Where they are mixed."""
+    name: str
+    labels: str
+    """The name of the labels in the loss."""
+    left: str = ""
+    """That of the labels of the others, which nobody reads; empty: there is none."""
+
+
+@frozen(kw_only=True)
 class TermFacts:
     """What the terms of a loss are, and what they train."""
 
@@ -52,3 +77,5 @@ class TermFacts:
     divergences: tuple[OddDivergence, ...] = ()
     masked: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Lines that go backward whose loss takes a minimum or maximum of what a mask has put there, and its shape."""
+    dropped: tuple[Dropped, ...] = ()
+    half_mixed: tuple[HalfMixed, ...] = ()

@@ -33,6 +33,16 @@ class ValueFacts:
 
 
 @frozen(kw_only=True)
+class Following:
+    """A copy of a weight that goes most of its distance to it in each of several steps."""
+
+    name: str
+    """Of the weight; empty: not known."""
+    part: float
+    """Of the distance."""
+
+
+@frozen(kw_only=True)
 class BeginningFacts:
     """How the layers of a model that trains began."""
 

@@ -12,7 +12,7 @@ from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
 from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import TermFacts
-from prepkit.facts.values import BeginningFacts, ValueFacts
+from prepkit.facts.values import BeginningFacts, Following, ValueFacts
 
 Groups = tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...]
 """Groups of optimizers: the names of the parameters of each, and its options but for rates, with their values."""
@@ -264,6 +264,9 @@ class WindowFacts:
     """Lines that mix the weights of a model with themselves, as an average is made, and the two names of the model."""
     aliased: tuple[tuple[str, str], ...] = ()
     """Pairs of names of one model, the first for one that rests, as a teacher does."""
+    overlapping: tuple[tuple[str, str], ...] = ()
+    """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""
+    following: tuple[Following, ...] = ()
     never_updated: tuple[str, ...] = ()
     """Classes of averages that no line of the program updates."""
     communicates: str = ""

@@ -36,8 +36,8 @@ from prepkit.facts.run import (
     WrappedModule,
 )
 from prepkit.facts.shares import ShareFacts
-from prepkit.facts.terms import Cancelled, ConstantTerm, OddDivergence, TermFacts
-from prepkit.facts.values import BeginningFacts, Permuted, ValueFacts
+from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
+from prepkit.facts.values import BeginningFacts, Following, Permuted, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -344,6 +344,27 @@ BROKEN: dict[str, RunFacts] = {
                 )
             )
         ),
+    ),
+    "run.result-dropped": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(
+                dropped=(
+                    Dropped(line="train.py:20", name="logdet", shape=(128,)),
+                    Dropped(line="train.py:21", name="fast", shape=(), weights=4),
+                )
+            )
+        ),
+    ),
+    "run.mixed-half": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(half_mixed=(HalfMixed(line="train.py:12", name="x", labels="ya", left="yb"),))
+        ),
+    ),
+    "run.storage-shared": evolve(FINE, window=WindowFacts(overlapping=(("dec.weight", "enc.weight"),))),
+    "run.average-follows": evolve(
+        FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
     "run.targets-alike": evolve(
         FINE,

@@ -50,7 +50,7 @@ WARNINGS = _ids(
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
         "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative ratio-one same-batch classes-blended "
-        "targets-alike masked-chosen trainer-undivided "
+        "targets-alike masked-chosen trainer-undivided storage-shared average-follows result-dropped mixed-half "
         "padding-read order-read noise-uniform noise-other time-other samples-rewritten integers-wrapped "
         "units-alike norm-momentum layer-repeated state-carried "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "

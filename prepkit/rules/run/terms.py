@@ -52,11 +52,30 @@ def _ratios(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what} them: the old log-probabilities are computed anew, and clipping never acts.")
 
 
+def _dropped(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).dropped:
+        if one.weights:
+            what = f"`{one.name}`, {one.weights} weights that were computed from those of the model, is read by nobody"
+            yield Hit(one.line, f"{what}: the loss is that of the weights before.", _USED)
+        else:
+            what = f"`{one.name}`, of shape {[*one.shape]}, was computed from what trains, and nobody reads it"
+            yield Hit(one.line, f"{what}: the loss goes without it.")
+
+
+def _half_mixed(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).half_mixed:
+        left = f"; `{one.left}` is read by nobody" if one.left else ""
+        what = f"`{one.name}` is mixed with other samples, and the loss has the labels `{one.labels}` of one of the two"
+        yield Hit(one.line, f"{what}{left}.")
+
+
 def _alike(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.misgiven if facts.window is not None else ():
         if one.kind == "alike":
             yield Hit(one.loss, f"It is given {one.what}.", one.fix)
 
+
+_USED = "Give the new weights to the second call: torch.func.functional_call(model, fast, (x,))."
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -95,6 +114,24 @@ RULES: tuple[Rule, ...] = (
         fix="Write kl = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp()).sum(1).mean(), and add it.",
         severity=Severity.WARNING,
         source=("Kingma and Welling 2014, appendix B",),
+    ),
+    Rule(
+        id="run.result-dropped",
+        summary="What is computed for a loss is in it.",
+        check=_dropped,
+        at=(Moment.AUDIT,),
+        fix="Add it to the loss (a log-determinant is subtracted from it), or name it _ where it is not meant to be.",
+        severity=Severity.WARNING,
+        source=("torch Tensor.backward",),
+    ),
+    Rule(
+        id="run.mixed-half",
+        summary="Of samples that are mixed the labels of both are learned.",
+        check=_half_mixed,
+        at=(Moment.AUDIT,),
+        fix="Write loss = lam * criterion(output, y) + (1 - lam) * criterion(output, y[order]).",
+        severity=Severity.WARNING,
+        source=("Zhang et al. 2018, mixup",),
     ),
     Rule(
         id="run.targets-alike",

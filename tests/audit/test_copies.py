@@ -1,0 +1,189 @@
+"""Averages that follow what they average at once, weights that lie over each other, and their neighbours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.audit.test_steps import STEPS, Train, batches, found, layers
+
+Keep = Callable[[int], float]
+"""The part of an average that is kept in a step, by the number of the step."""
+
+
+def averaged(keep: Keep, every: int = 1) -> Train:
+    """A loop with a copy of the model that is averaged behind each of so many steps."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        for at, (x, y) in enumerate(batches()):
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                    if at % every == every - 1:
+                        old.mul_(keep(at)).add_(new, alpha=1 - keep(at))
+
+    return train
+
+
+def averaged_anew(keep: float) -> Train:
+    """The average is a dict of tensors that are made anew."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        average = {name: one.detach().clone() for name, one in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches():
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            for name, one in model.named_parameters():
+                average[name] = keep * average[name] + (1 - keep) * one.detach()
+
+    return train
+
+
+def averaged_by_torch(keep: float) -> Train:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(keep))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches():
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            average.update_parameters(model)
+
+    return train
+
+
+def swapped(at: int) -> float:
+    return 0.001
+
+
+def right(at: int) -> float:
+    return 0.999
+
+
+def warmed_up(at: int) -> float:
+    return (1 + at) / (10 + at)
+
+
+def warmed_up_slowly(at: int) -> float:
+    return 1 - (1 + at / 100) ** -0.75
+
+
+def half_a_life(at: int) -> float:
+    return float(0.5 ** (20 / (at + 1e-8)))
+
+
+def mean_of_all(at: int) -> float:
+    return at / (at + 1)
+
+
+def copied(at: int) -> float:
+    return 0.0
+
+
+def halfway(at: int) -> float:
+    return 0.5
+
+
+class Tied(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 4), nn.Linear(4, 8)
+        if how == "a parameter of its own":
+            self.leave.weight = nn.Parameter(self.enter.weight.t())
+        if how == "data":
+            self.leave = nn.Linear(8, 4)
+            self.leave.weight.data = self.enter.weight.data
+        if how == "one parameter":
+            self.leave = nn.Linear(8, 4)
+            self.leave.weight = self.enter.weight
+        if how == "parts":
+            both = torch.randn(64)
+            self.enter.weight = nn.Parameter(both[:32].view(4, 8))
+            self.leave.weight = nn.Parameter(both[32:].view(8, 4))
+        if how == "frozen":
+            self.leave.weight = nn.Parameter(self.enter.weight.t(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.enter(x))
+        return self.leave(x) * h if self.leave.in_features == 8 else self.leave(h)
+
+
+def tied(how: str, optimizer: Any = torch.optim.Adam) -> Train:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = Tied(how)
+        steps = optimizer([one for one in model.parameters() if one.requires_grad], 1e-3)
+        for x, _ in batches():
+            steps.zero_grad()
+            model(x).square().mean().backward()
+            steps.step()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    "train", [averaged(swapped), averaged_anew(0.01), averaged_by_torch(0.001)], ids=["in place", "anew", "torch"]
+)
+def test_an_average_that_follows_at_once_is_told_behind_some_steps(train: Train) -> None:
+    assert found(train, 4) == (4, [])
+    assert found(train) == (STEPS, ["run.average-follows"])
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        *(averaged(keep) for keep in (right, warmed_up, warmed_up_slowly, half_a_life, mean_of_all, copied, halfway)),
+        *(averaged(keep, 3) for keep in (copied, swapped)),
+        averaged_anew(0.99),
+        averaged_by_torch(0.999),
+    ],
+    ids=[
+        *("right", "warmed up", "warmed up slowly", "half a life", "mean of all", "copied", "halfway"),
+        *("copied at times", "nearly copied at times", "anew", "torch"),
+    ],
+)
+def test_an_average_that_lags_or_a_copy_has_nothing(train: Train) -> None:
+    assert found(train, 20) == (20, [])
+
+
+@pytest.mark.parametrize("how", ["a parameter of its own", "data"])
+def test_two_parameters_over_one_memory_are_told(how: str) -> None:
+    assert found(tied(how), 1) == (1, ["run.storage-shared"])
+    assert found(tied(how, torch.optim.SGD), 1) == (1, [])
+
+
+@pytest.mark.parametrize("how", ["", "one parameter", "parts", "frozen"])
+def test_one_parameter_or_parts_of_one_memory_have_nothing(how: str) -> None:
+    assert found(tied(how), 2) == (2, [])
+
+
+def test_layers_whose_weights_lie_in_one_memory_have_nothing() -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = nn.LSTM(8, 4, 2, batch_first=True)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for x, _ in batches():
+            optimizer.zero_grad()
+            model(x[None])[0].square().mean().backward()
+            optimizer.step()
+
+    assert found(train, 2) == (2, [])
