@@ -162,7 +162,8 @@ def _copies(param: Tensor, now: Tensor) -> list[Copy]:
         if not issubclass(type(one), Tensor) or one is param:
             continue
         like = not one.is_meta and (one.shape, one.dtype, one.device) == kind and one.is_contiguous()
-        rests = like and one.grad_fn is None and (not one.requires_grad or one.grad is None)
+        plain = like and type(one.data) is Tensor  # not what a compiler traces with
+        rests = plain and one.grad_fn is None and (not one.requires_grad or one.grad is None)
         if rests and one.data_ptr() != param.data_ptr() and torch.equal(_sample(one), now):
             found.append(Copy(weakref.ref(one), one.shape, now))
     return found[:MOST_COPIES]
@@ -186,7 +187,8 @@ def _successor(copy: Copy, now: Tensor) -> Tensor | None:
     """What stands for a copy that is made anew in each step: it lies on its way."""
     tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
     for one in tensors:
-        if one.shape == copy.shape and not one.requires_grad and one.is_contiguous():
+        plain = one.shape == copy.shape and not one.requires_grad and type(one.data) is Tensor
+        if plain and one.is_contiguous():
             here = _sample(one) if (one.dtype, one.device) == (now.dtype, now.device) and not one.is_meta else now
             if FOLLOWS[0] < _part(copy.before, here, now) < FOLLOWS[1]:
                 return one

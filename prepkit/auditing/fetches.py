@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, Subset, get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from prepkit.facts.inputs import Rewritten, Wrapped
+from prepkit.facts.inputs import Rewritten, WrappedAround
 from prepkit.loading.draws import RandomState
 from prepkit.observe.prepared.around import called_by_program, frames_above, is_of_library, line_of_program
 from prepkit.observe.prepared.instead import around_calls
@@ -68,7 +68,7 @@ class Fetches:
     """Listens inside ``on()``, to what is read in this process."""
 
     rewritten: dict[str, Rewritten] = field(factory=dict)
-    wrapped: dict[str, Wrapped] = field(factory=dict)
+    wrapped: dict[str, WrappedAround] = field(factory=dict)
     _read: dict[int, int] = field(factory=dict)
     """By ``id`` of a data set how often it was looked at."""
 
@@ -249,7 +249,7 @@ def _heard_by_line(pieces: list[_Piece], lines: dict[str, str]) -> Iterator[None
 class _Wraps(TorchFunctionMode):
     """Computes once more, wide, what the program computes of small integers."""
 
-    def __init__(self, found: dict[str, Wrapped]) -> None:
+    def __init__(self, found: dict[str, WrappedAround]) -> None:
         super().__init__()
         self.found = found
 
@@ -264,7 +264,7 @@ class _Wraps(TorchFunctionMode):
             line = _line_of_call() if past else ""
             if line and line not in self.found:
                 kind = str(result.dtype).removeprefix("torch.")
-                self.found[line] = Wrapped(line=line, dtype=kind, past=past, numbers=result.numel())
+                self.found[line] = WrappedAround(line=line, dtype=kind, past=past, numbers=result.numel())
         return result
 
 

@@ -87,7 +87,7 @@ class _Noised:
 
 
 @define(eq=False)
-class Inputs:
+class InputCalls:
     """Listens inside ``on()``."""
 
     _fetches: Fetches = field(factory=Fetches)
@@ -151,14 +151,18 @@ class Inputs:
         if self._normal:
             self._hears_noised(inputs, outputs, batch)
 
-    def _looks_up(self, plain: Any, ids: Any, weight: Any, padding_idx: Any = None, *given: Any, **named: Any) -> Any:
+    def _looks_up(self, plain: Any, *given: Any, **named: Any) -> Any:
+        self._looked_up(**dict(zip(("input", "weight", "padding_idx"), given, strict=False)), **named)
+        return plain(*given, **named)
+
+    def _looked_up(self, weight: Any, padding_idx: Any = None, **named: Any) -> None:
+        ids = named["input"]
         if padding_idx is not None and not torch.compiler.is_compiling() and _is_plain(ids) and ids.dim() == 1:
             rows = padding_idx if padding_idx >= 0 else len(weight) + padding_idx
             if torch.is_grad_enabled() and FEW < len(ids) <= MOST_ROWS and getattr(weight, "requires_grad", False):
                 there = (ids == rows).cpu()
                 if _lie_apart(there) and (line := line_of_program(frames_above(__file__))):
                     self._lookups = [*self._lookups, _Lookup(line=line, row=rows, rows=there)][-MOST:]
-        return plain(ids, weight, padding_idx, *given, **named)
 
     def _reads(self, plain: Callable[..., Any], reading: Any) -> Any:
         batch = plain(reading)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from prepkit.auditing.terms import ASKS
 from prepkit.facts.lessons import LessonFacts
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import (
@@ -225,7 +226,7 @@ class Lessons:
 
     def _taught(self, judged: _Judged, gradient: Tensor) -> None:
         """Of what goes backward by itself, and not of a penalty on gradients."""
-        if self._backwards and isinstance(gradient, Tensor):
+        if self._backwards and isinstance(gradient, Tensor) and not ASKS.now:
             signs = gradient.detach().flatten(1).sign() if gradient.dim() > 1 else gradient.detach()[:, None].sign()
             total = signs.sum(0).sign()
             alike = bool((signs * total >= 0).all()) and bool(total.any())

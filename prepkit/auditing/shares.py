@@ -86,7 +86,7 @@ class _Begun:
 
 
 @define(eq=False)
-class Shares:
+class SharedWork:
     """Listens inside ``on()``."""
 
     _twice: tuple[str, str, int] = ("", "", 0)

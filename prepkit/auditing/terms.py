@@ -44,6 +44,22 @@ CHOSEN = frozenset({"Max", "Min", "Amax", "Amin", "Gather", "Minimum", "Maximum"
 
 
 @define(eq=False)
+class AskedTerms:
+    """Whether gradients are computed to ask what they are: nobody is taught by them."""
+
+    now: bool = False
+
+    def __enter__(self) -> None:
+        self.now = True
+
+    def __exit__(self, *_: object) -> None:
+        self.now = False
+
+
+ASKS = AskedTerms()
+
+
+@define(eq=False)
 class Terms:
     """Listens inside ``on()`` to what goes backward, and looks into the first loss of each line, before it does."""
 
@@ -80,7 +96,8 @@ class Terms:
         )
 
     def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        own = any(getattr(getattr(one, "func", None), "__module__", "").startswith("prepkit.") for one in given[1:])
+        if not torch.compiler.is_compiling() and not own:
             self._hooked = True
         return plain(*given, **named)
 
@@ -286,7 +303,8 @@ def _is_undone(term: Any, node: Any, leaves: list[Any]) -> bool:
 
 
 def _gradients(of: Any, to: list[Any], arrives: Tensor) -> tuple[Tensor | None, ...]:
-    return tuple(grad([of], to, [arrives], retain_graph=True, allow_unused=True))
+    with ASKS:
+        return tuple(grad([of], to, [arrives], retain_graph=True, allow_unused=True))
 
 
 def _largest(gradients: Iterable[Tensor | None]) -> float:

@@ -30,7 +30,7 @@ from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.copies import Copies
 from prepkit.auditing.forwards import Forwards, sizes_of
-from prepkit.auditing.inputs import Inputs
+from prepkit.auditing.inputs import InputCalls
 from prepkit.auditing.ledger import Ledger
 from prepkit.auditing.lessons import Lessons
 from prepkit.auditing.libraries import LibraryCalls
@@ -40,7 +40,7 @@ from prepkit.auditing.losses import Losses, leads_to_parameter
 from prepkit.auditing.ratios import Ratios
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
-from prepkit.auditing.shares import Shares
+from prepkit.auditing.shares import SharedWork
 from prepkit.auditing.standing import Standing
 from prepkit.auditing.terms import Terms
 from prepkit.auditing.values import Computing
@@ -112,8 +112,8 @@ class Window:
     turns: Turning = field(factory=Turning)
     beginnings: Beginnings = field(factory=Beginnings)
     ratios: Ratios = field(factory=Ratios)
-    inputs: Inputs = field(factory=Inputs)
-    shares: Shares = field(factory=Shares)
+    inputs: InputCalls = field(factory=InputCalls)
+    shares: SharedWork = field(factory=SharedWork)
     lessons: Lessons = field(factory=Lessons)
     copies: Copies = field(factory=Copies)
     folder: str = ""

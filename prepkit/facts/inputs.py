@@ -29,7 +29,7 @@ class Rewritten:
 
 
 @frozen(kw_only=True)
-class Wrapped:
+class WrappedAround:
     """Small integers that are past what their dtype holds, while samples are read."""
 
     line: str
@@ -48,7 +48,7 @@ class InputFacts:
     uniform: tuple[str, ...] = ()
     """Lines that draw in [0, 1) what is multiplied by a standard deviation and added to a mean."""
     rewritten: tuple[Rewritten, ...] = ()
-    wrapped: tuple[Wrapped, ...] = ()
+    wrapped: tuple[WrappedAround, ...] = ()
     noises: tuple[tuple[str, str], ...] = ()
     """Lines that draw noise which a model is to say, and is not given; and lines that draw what it is given."""
     times: tuple[tuple[str, str], ...] = ()

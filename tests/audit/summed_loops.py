@@ -254,7 +254,72 @@ def penalty_of_a_policy(rank: int, world: int) -> None:
     optimizer.step()
 
 
+class Flow(nn.Module):
+    """What it makes of a batch, and the logarithm of the determinant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.shift = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        given = torch.ones_like(x)
+        log = self.scale(given).tanh()
+        return x * log.exp() + self.shift(given), log.sum(1)
+
+
+def flows(rank: int, world: int) -> None:
+    model = Flow()
+    optimizer = adam(model)
+    z, log_det = model(torch.randn(BATCH, WIDE))
+    loss = (0.5 * z.square().sum(1) - log_det).mean()
+    loss.backward()
+    optimizer.step()
+
+
+def determinant_dropped(rank: int, world: int) -> None:
+    model = Flow()
+    optimizer = adam(model)
+    z, log_det = model(torch.randn(BATCH, WIDE))  # noqa: RUF059
+    loss = 0.5 * z.square().sum(1).mean()
+    loss.backward()
+    optimizer.step()
+
+
+def value_unused(rank: int, world: int) -> None:
+    """Of two heads one is cloned, and the other rests."""
+    model = Flow()
+    optimizer = adam(model)
+    logits, value = model(torch.randn(BATCH, WIDE))  # noqa: RUF059
+    loss = fn.cross_entropy(logits, torch.arange(BATCH) % WIDE)
+    loss.backward()
+    optimizer.step()
+
+
+def mixed_with_both(rank: int, world: int) -> None:
+    model, x, y = nn.Linear(WIDE, 4), torch.randn(BATCH, WIDE), torch.arange(BATCH) % 4
+    optimizer = adam(model)
+    part, order = float(torch.rand(())), torch.randperm(BATCH)
+    mixed = part * x + (1 - part) * x[order]
+    out = model(mixed)
+    loss = part * fn.cross_entropy(out, y) + (1 - part) * fn.cross_entropy(out, y[order])
+    loss.backward()
+    optimizer.step()
+
+
+def mixed_with_one(rank: int, world: int) -> None:
+    model, x, y = nn.Linear(WIDE, 4), torch.randn(BATCH, WIDE), torch.arange(BATCH) % 4
+    optimizer = adam(model)
+    part, order = float(torch.rand(())), torch.randperm(BATCH)
+    mixed = part * x + (1 - part) * x[order]
+    loss = fn.cross_entropy(model(mixed), y)
+    loss.backward()
+    optimizer.step()
+
+
 WRONG_SUMS: tuple[Loop, ...] = (
+    Loop(determinant_dropped, rule="run.result-dropped"),
+    Loop(mixed_with_one, rule="run.mixed-half"),
     *(
         Loop(run, rule="run.term-constant")
         for run in (
@@ -271,6 +336,7 @@ RIGHT_SUMS: tuple[Loop, ...] = tuple(
     for run in (
         *(penalty_that_trains, running_scale, running_offset, baseline_subtracted, weight_without_a_gradient),
         *(entropy_of_a_teacher, straight_through, numbers_for_a_log, multiplier_of_a_constraint),
+        *(flows, value_unused, mixed_with_both),
         *(bound_made_a_loss, bound_with_its_own_sign, estimated_from_samples, annealed, penalty_of_a_policy),
     )
 )

@@ -187,3 +187,35 @@ def test_layers_whose_weights_lie_in_one_memory_have_nothing() -> None:
             optimizer.step()
 
     assert found(train, 2) == (2, [])
+
+
+def masters(*, flat: bool) -> Train:
+    """Copies of the weights that are stepped in their place, one for each or all in one row."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+        params = list(model.parameters())
+        copies = [nn.Parameter(one.detach().clone()) for one in params]
+        if flat:
+            copies = [nn.Parameter(torch.cat([one.detach().flatten() for one in params]))]
+        optimizer = torch.optim.Adam(copies, 1e-3)
+        for _ in range(2):
+            model.zero_grad()
+            fn.cross_entropy(model(torch.randn(12, 6)), torch.arange(12) % 3).backward()
+            given = [one.grad for one in params if one.grad is not None]
+            rows = [torch.cat([one.flatten() for one in given])] if flat else given
+            for own, grad in zip(copies, rows, strict=True):
+                own.grad = grad.clone()
+            optimizer.step()
+            with torch.no_grad():
+                parts = copies[0].split([one.numel() for one in params]) if flat else copies
+                for one, part in zip(params, parts, strict=True):
+                    one.copy_(part.view_as(one))
+
+    return train
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_copies_that_are_stepped_in_the_place_of_the_weights_have_nothing(flat: bool) -> None:
+    assert found(masters(flat=flat), 2) == (2, [])

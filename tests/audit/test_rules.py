@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
-from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, Wrapped
+from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
@@ -392,7 +392,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.noise-other": handed(noises=(("train.py:12", "train.py:7"),)),
     "run.time-other": handed(times=(("train.py:12", "train.py:7"),)),
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
-    "run.integers-wrapped": handed(wrapped=(Wrapped(line="train.py:9", dtype="int16", past=37, numbers=400),)),
+    "run.integers-wrapped": handed(wrapped=(WrappedAround(line="train.py:9", dtype="int16", past=37, numbers=400),)),
     "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
     "run.classes-blended": computed(blended=("train.py:31",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),

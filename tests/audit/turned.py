@@ -252,33 +252,6 @@ def scripted() -> None:
     taken(model, adam(model), fn.cross_entropy(model(x), y))
 
 
-def masters(*, flat: bool) -> Run:
-    """Copies of the weights that are stepped in their place, one for each or all in one row."""
-
-    def run(rank: int, world: int) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-        params = list(model.parameters())
-        copies = [nn.Parameter(one.detach().clone()) for one in params]
-        if flat:
-            copies = [nn.Parameter(torch.cat([one.detach().flatten() for one in params]))]
-        optimizer = torch.optim.Adam(copies, 1e-3)
-        for _ in range(2):
-            model.zero_grad()
-            fn.cross_entropy(model(torch.randn(12, 6)), torch.arange(12) % 3).backward()
-            given = [one.grad for one in params if one.grad is not None]
-            rows = [torch.cat([one.flatten() for one in given])] if flat else given
-            for own, grad in zip(copies, rows, strict=True):
-                own.grad = grad.clone()
-            optimizer.step()
-            with torch.no_grad():
-                parts = copies[0].split([one.numel() for one in params]) if flat else copies
-                for one, part in zip(params, parts, strict=True):
-                    one.copy_(part.view_as(one))
-
-    return run
-
-
 RIGHT_TURNS: tuple[Loop, ...] = tuple(
     Loop(named(name, run))
     for name, run in {
@@ -303,8 +276,6 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "copy_loaded": loads(lambda model: copy.deepcopy(model.state_dict())),
         "value_behind_the_window": forecasts(1),
         "positions_of_a_sequence": positions(1),
-        "copies_of_each": masters(flat=False),
-        "copies_in_a_row": masters(flat=True),
         "seeded_once": seeded("nowhere"),
         "seeded_by_step": seeded("of the step"),
         "seeded_and_put_back": seeded("put back"),
