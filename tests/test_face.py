@@ -37,6 +37,7 @@ INNER = {
     "NoAnswer": "the cause of a RankFailed or an ApplyHalted",
     "NotJsonError": "becomes a finding",
     "TooManyValues": "becomes a finding",
+    "Unknown": "ends a look at the text of a loss, of which nothing is told then",
     "NotPlain": "becomes a finding",
     "NotKnown": "becomes a finding",
     "NotOffered": "in prepkit.compat.accelerate",

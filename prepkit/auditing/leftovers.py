@@ -29,7 +29,7 @@ LIMITS = ("max", "maximum", "clamp", "clip", "abs")
 _TERM_OF_EACH = re.compile(r"(?:^|_)(?:kld?|ldj|s?ld)(?:_|\d|$)|log_?(?:abs_?)?det", re.IGNORECASE)
 """Words for what is added to a loss, of which there is one for each sample."""
 _TERM = re.compile(
-    r"loss|(?:^|_)(?:aux\w*|pen\w*|reg\w*|commit\w*|balance|vq|nll|elbo|bce)(?:_|\d|$)|" + _TERM_OF_EACH.pattern,
+    r"(?:^|_)(?:aux\w*|pen\w*|reg\w*|commit\w*|balance|vq)(?:_|\d|$)|" + _TERM_OF_EACH.pattern,
     re.IGNORECASE,
 )
 _SUMS = frozenset({"Mean", "Sum", "Neg", "Add", "Sub", "Rsub", "Clamp", "ClampMin", "Relu", "Maximum", "Stack", "Cat"})

@@ -245,8 +245,8 @@ def _loops(file: str) -> list[tuple[int, int]]:
 
 def reads_gradients() -> bool:
     """Return whether the program reads or writes ``.grad``, in the file whose function steps or in its main one."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None) or ""
-    files = {*(one.f_code.co_filename for one in own_frames()[:1]), main}
+    own = own_frames()
+    files = {one.f_code.co_filename for one in (*own[:1], *own[-1:])}
     return any(isinstance(one, ast.Attribute) and one.attr == "grad" for file in files for one in nodes(parsed(file)))
 
 
