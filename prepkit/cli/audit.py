@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -199,6 +199,37 @@ def bisect(first: str, second: str, as_json: bool) -> None:
     sys.exit(1 if found.stage else 0)
 
 
+def _named(path: str, option: str = "--loss") -> Any:
+    """What an option names. Raises ``ValueError`` that names the option, also for what the module behind it raises."""
+    from prepkit.applying.rehearse import factory
+    from prepkit.proving.trial_fails import raised
+
+    try:
+        return factory.named(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: {error}") from None
+    except Exception as error:  # whatever the program's own code raises
+        module = path.partition(":")[0]
+        how = f'see the whole traceback with: python -c "import {module}"'
+        raise ValueError(f"{option} {path}: the module raised {raised(error)}; {how}") from error
+
+
+def _made(path: str) -> Any:
+    """What the function of --batches returns. Raises ``ValueError`` that says why it cannot."""
+    from prepkit.observe.given import said
+    from prepkit.proving.trial_fails import raised
+
+    make, option = _named(path, "--batches"), f"--batches {path}"
+    if not callable(make):
+        raise ValueError(f"{option} is {said(make)}; name a function without arguments: def batches(): return [...]")  # noqa: TRY004  # the text that was given is wrong
+    try:
+        return make()
+    except Exception as error:  # likewise
+        module, _, name = path.partition(":")
+        how = f'see the whole traceback with: python -c "import {module}; {module}.{name}()"'
+        raise ValueError(f"{option} raised {raised(error)}; {how}") from error
+
+
 @click.command(short_help="Show that a plan trains a model as plain torch does.")
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @object_option
@@ -216,25 +247,22 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
     plan_files.demand_torch("prepkit prove")
     from prepkit import codec
     from prepkit.api import prove as run
-    from prepkit.applying.rehearse import factory
-    from prepkit.findings import FindingWarning, PlanRejected
+    from prepkit.findings import FindingWarning, PlanRejected, RunRefused
     from prepkit.findings import errors as errors_of
+    from prepkit.proving.trial_fails import ProcessDied
 
     (plan,) = plan_files.load((plan_file,), as_json)
     try:
-        made, given, of = factory.build(model, "cpu"), factory.named(batches)(), factory.named(loss) if loss else None
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    except PlanRejected as refused:
-        plan_files.refuse((refused,), as_json)
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FindingWarning)  # told below: they would point at this command
-            proof = run(plan, made, given, loss=of, processes=processes)
+            made, given = plan_files.build(model, "cpu"), _made(batches)
+            proof = run(plan, made, given, loss=_named(loss) if loss else None, processes=processes)
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    except PlanRejected as refused:
-        plan_files.refuse((refused,), as_json)
+    except ProcessDied as error:
+        raise click.ClickException(str(error)) from None
+    except (PlanRejected, RunRefused) as refused:
+        plan_files.refuse((PlanRejected(refused.findings),), as_json)
     warned = () if proof.attestation is None else proof.attestation.warned
     every = tuple(dict.fromkeys((*proof.findings, *warned)))
     if as_json:

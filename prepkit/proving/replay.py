@@ -32,6 +32,7 @@ from prepkit.proving.apart import (
     read,
     same_draws,
     same_samples,
+    sent_as,
     shrunk,
     state_apart,
     undone_later,
@@ -171,7 +172,8 @@ def replayed(window: Replay) -> ProofFacts:
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
     idle = [name for name in judged if name in window.used - window.reached and not had_gradient(records, name)]
-    more = (*done.more, *_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
+    sent, rounds = sent_as(records)
+    more = (*done.more, *rounds, *_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
     after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
     return ProofFacts(
@@ -180,7 +182,7 @@ def replayed(window: Replay) -> ProofFacts:
         gradients=tuple(_compared(name, window, done.reference, done.rounded) for name in judged),
         steps=steps,
         dtype=lowest(records, "dtype"),
-        eps=max(eps / MEASURED, torch.finfo(getattr(torch, lowest(records, "sent"))).eps),
+        eps=max(eps / MEASURED, torch.finfo(getattr(torch, sent)).eps),
         scale=first.scale,
         accumulation=first.accumulation,
         divides=first.divides,
