@@ -17,6 +17,8 @@ from prepkit.cli.terminal import say, say_json
 if TYPE_CHECKING:
     from prepkit.proving.proof import Proof
 
+UNPROVEN = 4
+"""Exit code of audit --prove where nothing is wrong that could be seen, and a window could not be proven."""
 CODES = "PREPKIT_AUDIT_CODES"
 """Variable with the folder into which each process of --torchrun writes its exit code."""
 SCRIPT_FAILED = 3
@@ -92,7 +94,7 @@ def audit(  # an argument for each option
             (*["--prove"] * prove, *kept, f"--steps={steps}", *["--json"] * as_json, script, "--", *arguments),
         )
     code = _audited(script, arguments, prove, keep, steps, as_json)
-    if _leaves(code) and code == 1:
+    if _leaves(code) and code in (1, UNPROVEN):
         sys.exit(0)  # every rank has found the same; with another code torchrun ends the others
     sys.exit(code)
 
@@ -144,7 +146,9 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
         else:
             say(str(found))
     leave()
-    return 1 if errors(every) else 0
+    if errors(every):
+        return 1
+    return 0 if isinstance(found, Audit) or not found.unproven else UNPROVEN
 
 
 def _ends(said: str) -> NoReturn:
@@ -169,7 +173,9 @@ def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
         env = {**here, **os.environ, CODES: folder}
         done = subprocess.run((*launched, "-m", "prepkit", "audit", *words), env=env, check=False)
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
-    sys.exit(max((code for code in codes if code), default=done.returncode and not codes and SCRIPT_FAILED))
+    failed = [code for code in codes if code]
+    other = [code for code in failed if code != UNPROVEN]  # what is wrong on any rank comes first
+    sys.exit(max(other or failed, default=done.returncode and not codes and SCRIPT_FAILED))
 
 
 @click.command(short_help="Find where two recorded windows part.")

@@ -328,6 +328,13 @@ def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: 
     assert [one["rule"] for one in json.loads(done.output)["findings"]] == ["run.eval-mode"]
 
 
+def test_a_window_that_could_not_be_proven_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    assert str(proved(tmp_path, BY_OTHERS)).startswith("nothing was proven")
+    gc.collect()
+    done = CliRunner().invoke(main, ["audit", "--prove", str(tmp_path / "train.py")])
+    assert (done.exit_code, "prove.unproven" in done.output) == (4, True), done.output
+
+
 def test_weights_that_are_written_behind_the_step_are_told(tmp_path: Path) -> None:
     write = "    model[2].bias.data.zero_()\n"
     for behind, cleared in (("", ""), (write, ""), ("", write)):
