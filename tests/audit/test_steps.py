@@ -342,6 +342,12 @@ def test_a_maker_that_learns_what_its_judge_learns_is_found(train: Train) -> Non
     assert found(train) == (STEPS, ["run.judged-alike"])
 
 
+def test_it_is_found_where_deepspeed_multiplies_by_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear: Any = pytest.importorskip("deepspeed.runtime.zero.linear", reason="prepkit[deepspeed] is not installed")
+    monkeypatch.setattr(fn, "linear", linear.zero3_linear_wrap)
+    assert found(FOUND_OUT["signs"]) == (STEPS, ["run.judged-alike"])
+
+
 @pytest.mark.parametrize("train", NOT_FOUND_OUT.values(), ids=NOT_FOUND_OUT)
 def test_a_maker_that_learns_against_its_judge_has_nothing(train: Train) -> None:
     assert found(train) == (STEPS, [])

@@ -193,6 +193,7 @@ def staged(plan: Plan, model: Module, *, rank: int = 0, optimizer: Optimizer | N
         _forget_meshes()
         if real:
             deepspeed.forget_groups()
+            deepspeed.give_back_linear()
 
 
 def _forget_meshes() -> None:

@@ -64,8 +64,9 @@ def test_a_dtype_that_deepspeed_does_not_make_is_a_difference() -> None:
     assert (one.where, one.what) == ("model.layers.0.scale", "dtype planned float32, found bfloat16")
 
 
-def test_a_rehearsed_rank_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rehearsed_rank_leaves_the_environment_and_torch_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    before = dict(os.environ)
+    before, linear = dict(os.environ), nn.functional.linear
     assert rehearsed(3, 4, 3).fine
     assert dict(os.environ) == before
+    assert nn.functional.linear is linear
