@@ -324,12 +324,15 @@ def _receivers(node: ast.stmt) -> list[ast.expr]:
 
 
 def known(frame: FrameType, node: ast.expr) -> Any:
-    """What a name, or an attribute of one, stands for in a frame, without a call of its code; None: that is unknown."""
+    """What a name, or a part of one, stands for in a frame, without a call of its code; None: that is unknown."""
     match node:
         case ast.Name(name):
             return frame.f_locals.get(name, frame.f_globals.get(name))
         case ast.Attribute(value, name):
             return getattr(known(frame, value), "__dict__", {}).get(name)
+        case ast.Subscript(value, ast.Constant(str(name))):
+            held = known(frame, value)
+            return held.get(name) if type(held) is dict else None
         case _:
             return None
 

@@ -277,6 +277,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         ticks=_ticks(given),
         by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
         factor=_factor(scheduler),
+        end=end_of_factors(scheduler),
     )
 
 
@@ -295,6 +296,26 @@ def _factor(scheduler: Any) -> tuple[float, float] | None:
     with suppress(Exception):  # of the program's own function, past its end
         found += [float(functions[0](at)) for at in TICKS]
     return (float(rates[0]), max(found)) if found else None
+
+
+def end_of_factors(scheduler: Any) -> int | None:
+    """The tick from which the function of a LambdaLR gives one factor, less than half of its largest; None: none is.
+
+    Of a schedule whose ``horizon`` is in its function, and cannot be read.
+    """
+    functions = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else ()
+    if not functions or not all(isinstance(one, FunctionType) for one in functions):
+        return None
+    with suppress(Exception):  # of the program's own function, past its end
+        given = [float(functions[0](at)) for at in TICKS]
+        last, end, begin = given[-1], TICKS[-1], 0
+        if len(given) < 2 or given[-2] != last or last * 2 > max(given):
+            return None
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            begin, end = (begin, middle) if float(functions[0](middle)) == last else (middle, end)
+        return end if float(functions[0](end - end // 10)) > max(given) / 1000 else None  # rounding ends an exponential
+    return None
 
 
 def _early(scheduler: Any) -> int:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from prepkit.facts.loops import ByPass
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, parsed
+from prepkit.observe.prepared.optimizers import end_of_factors
 
 BESIDE = frozenset({"torch", "accelerate", "prepkit", "contextlib", "functools", "runpy", "__main__"})
 BESIDE |= {"absl", "click", "fire", "hydra", "typer"}  # by which a program's main function is called
@@ -44,7 +45,7 @@ def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
 
     Once by the loop over passes; or by accelerate, once for all micro-batches of a step.
     """
-    ticks = horizon(scheduler)
+    ticks = horizon(scheduler) or end_of_factors(scheduler)
     loops = list(_loops_around(frames))[:2]
     if ticks is None or len(loops) < 2:
         return None

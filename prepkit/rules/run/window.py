@@ -301,15 +301,19 @@ def _undivided(facts: RunFacts) -> Iterator[Hit]:
 
 def _ends(facts: RunFacts) -> Iterator[Hit]:
     seen, scheduler = facts.window, facts.scheduler
-    if seen is None or scheduler is None or not scheduler.horizon or not seen.steps or not seen.ticks:
+    if seen is None or scheduler is None or not seen.steps or not seen.ticks:
         return
-    made = f"`{scheduler.name}` is made for {scheduler.horizon} ticks"
-    if scheduler.horizon < seen.ticks:
-        end = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
-        yield Hit("scheduler", f"{made}, and {end}", f"Make it for {seen.ticks} ticks.")
-    elif seen.ticks * scheduler.ticks * 2 <= scheduler.horizon:
+    end = scheduler.end if scheduler.end is not None and seen.ticks < scheduler.end <= seen.steps else None
+    horizon = scheduler.horizon or end
+    if not horizon:
+        return
+    made = f"`{scheduler.name}` is made for {horizon} ticks"
+    if horizon < seen.ticks:
+        what = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
+        yield Hit("scheduler", f"{made}, and {what}", f"Make it for {seen.ticks} ticks.")
+    elif seen.ticks * scheduler.ticks * 2 <= horizon:
         ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps"
-        if seen.ticks < seen.steps and scheduler.horizon <= seen.steps:
+        if seen.ticks < seen.steps and horizon <= seen.steps:
             fix = "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
             yield Hit("scheduler", f"{made}, and {ticks}: it hardly begins.", fix)
         else:
