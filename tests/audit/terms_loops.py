@@ -292,6 +292,39 @@ def nearest_past_a_large_number(model: nn.Module, x: Tensor) -> Tensor:
     return hardest(lambda far, same: (far + 1e4 * same).min(1).values)(model, x)
 
 
+def through(code: Tensor, book: Tensor, estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """What is computed of the nearest of some vectors in the place of each code."""
+    nearest = book[torch.cdist(code, book).argmin(1)]
+    kept = (code - nearest.detach()).square().mean() + (nearest - code.detach()).square().mean()
+    return (estimate(code, nearest)[:, :3] - 1).square().mean() + kept
+
+
+def quantized(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: code + (nearest - code))
+
+
+def quantized_the_other_way(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: (nearest - code) + code)
+
+
+def straight_through(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: code + (nearest - code).detach())
+
+
+def part_of_the_way(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: code + 0.5 * (nearest - code))
+
+
+def scaled_about_a_mean(model: nn.Module, x: Tensor) -> Tensor:
+    said = model(x)
+    mean = said.mean(1, keepdim=True).expand_as(said)
+    return (mean + (said - mean) / (1 + (said - mean).square().mean()) - x[:, : said.shape[1]]).square().mean()
+
+
 WRONG_TERMS: tuple[Loop, ...] = tuple(
     Loop(program(made.__name__, made), rule=rule)
     for rule, made in (
@@ -302,6 +335,8 @@ WRONG_TERMS: tuple[Loop, ...] = tuple(
         ("run.target-trains", trained_target_of_a_critic),
         ("run.term-cancels", ratio_to_itself),
         ("run.term-cancels", ratio_to_itself_again),
+        ("run.straight-through", quantized),
+        ("run.straight-through", quantized_the_other_way),
         ("run.masked-chosen", nearest_of_products),
         ("run.masked-chosen", nearest_of_filled),
     )
@@ -313,6 +348,7 @@ RIGHT_TERMS: tuple[Loop, ...] = tuple(
         *(compared_with_others, masked_by_a_large_number, compared_with_the_other_view, as_many_classes_as_samples),
         *(resting_target, two_views_alike, two_views_in_other_units, residual_of_data, two_steps_as_one),
         *(code_of_a_code, equation, inner_step, slopes_of_each, nearest_of_others, nearest_past_a_large_number),
+        *(straight_through, part_of_the_way, scaled_about_a_mean),
         *(ratio_to_what_was, preferred, satisfied, weighed_by_nothing, from_a_prior, both_ways, hooked),
     )
 )

@@ -322,6 +322,7 @@ BROKEN: dict[str, RunFacts] = {
     ),
     "run.target-trains": evolve(FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)))),
     "run.masked-chosen": evolve(FINE, window=WindowFacts(terms=TermFacts(masked=(("train.py:31", (32,)),)))),
+    "run.straight-through": evolve(FINE, window=WindowFacts(terms=TermFacts(undone=(("train.py:31", (8, 4)),)))),
     "run.term-cancels": evolve(
         FINE,
         window=WindowFacts(

@@ -46,6 +46,12 @@ def _masked(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what} there: it says nothing of the model, and trains nothing.")
 
 
+def _undone(facts: RunFacts) -> Iterator[Hit]:
+    for line, shape in _terms(facts).undone:
+        what = f"A sum x + (y - x) of shape {[*shape]} goes into the loss, and its gradient goes to y alone"
+        yield Hit(line, f"{what}: that of x is added and taken off, and what has computed x learns nothing by it.")
+
+
 def _ratios(facts: RunFacts) -> Iterator[Hit]:
     for line in facts.window.ratios if facts.window is not None else ():
         what = "The ratio of the new policy to the old one is 1 for every sample, though it has stepped since it drew"
@@ -150,6 +156,15 @@ RULES: tuple[Rule, ...] = (
         fix='Write masked_fill(mask, float("inf")) before a minimum, and float("-inf") before a maximum.',
         severity=Severity.WARNING,
         source=("torch Tensor.masked_fill",),
+    ),
+    Rule(
+        id="run.straight-through",
+        summary="A straight-through estimate gives its gradient to what it stands for.",
+        check=_undone,
+        at=(Moment.AUDIT,),
+        fix="Write x + (y - x).detach(), as of a vector quantizer.",
+        severity=Severity.WARNING,
+        source=("arXiv 1308.3432", "arXiv 1711.00937"),
     ),
     Rule(
         id="run.ratio-one",
