@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import ast
+import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
-from prepkit.facts.values import Permuted, ValueFacts
+from prepkit.facts.values import LostSums, Permuted, ValueFacts
 from prepkit.observe.prepared.around import (
     Line,
     frames_above,
     innermost,
+    is_foreign,
     is_of_library,
     line_of_program,
     lines_of_program,
@@ -45,8 +48,15 @@ MOST_CLASSES = 255
 """Of masks that are pictures themselves are as many levels, and no classes."""
 MOST_BLENDED = 16
 """Blends that are kept."""
+MOST_INDICES = 1 << 16
+"""Of the places that are written at once."""
+MOST_PAIRS = 64
+"""Values for one place that are compared with each other."""
+COUNTED = re.compile(r"count|hist|freq|num|deg|usage|load", re.IGNORECASE)
+"""Of tables to which 1 is added names that say that they count."""
 CallPlace = tuple[CodeType, int]
 """One call in the text of a program: of several in a line each is another."""
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 NOTHING = Permuted(line="", function="", before=(), after=())
 
 
@@ -62,6 +72,7 @@ class Computing:
     """Means of whole numbers, of which most are none."""
     _blended: dict[str, None] = field(factory=dict)
     """Lines that make whole numbers of these."""
+    _lost: dict[CallPlace, LostSums] = field(factory=dict)
     _seeds: dict[str, tuple[int, list[Line]]] = field(factory=dict)
     """By line of the program the last number that it has seeded torch with, and where it stands."""
 
@@ -76,6 +87,7 @@ class Computing:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
             stack.enter_context(around_calls(nn.functional, "interpolate", self._interpolates))
+            stack.enter_context(around_calls(Tensor, "__setitem__", self._sets))
             yield
 
     def facts(self) -> ValueFacts:
@@ -86,6 +98,7 @@ class Computing:
             reseeded=tuple(self._reseeded()),
             not_called=tuple(_not_called()),
             blended=tuple(self._blended),
+            lost_sums=tuple(self._lost.values()),
         )
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
@@ -140,6 +153,31 @@ class Computing:
             self._blends.append(weakref.ref(result))
         return result
 
+    def _sets(self, plain: Any, *given: Any) -> Any:
+        if not torch.compiler.is_compiling() and type(given[0]) is Tensor and type(given[-1]) is Tensor:
+            written = _written(given[0], given[1])
+            if written is not None and torch._C._functorch.maybe_current_level() is None:
+                self._writes(given[0], given[1], given[2], written)
+        return plain(*given)
+
+    def _writes(self, tensor: Tensor, index: Any, value: Tensor, written: _Written) -> None:
+        """Looks for several values of one place, each a sum with what stood there, of which one is kept."""
+        frame = next((one for one in frames_above(__file__) if not is_foreign(one.f_code.co_filename)), None)
+        if frame is None or tensor.is_meta or self._looked[place := _place(frame)] >= MOST_LOOKS or place in self._lost:
+            return
+        self._looked[place] += 1
+        if (said := _said_sum(frame)) is None:
+            return
+        with torch.no_grad():
+            first, second = written.repeats()
+            if not len(first) or value.shape != written.shape(tensor):
+                return
+            one, other = (written.rows(value, some[:MOST_PAIRS]) for some in (first, second))
+            added = one - written.rows(tensor[index], first[:MOST_PAIRS]) if COUNTED.search(said[0]) else None
+            if bool((one != other).any()) or (added is not None and bool((added == 1).all())):
+                line, instead = line_of_program([frame]), written.adds(*said)
+                self._lost[place] = LostSums(line=line, said=said[2], repeats=len(first), instead=instead)
+
     def _cast(self, name: str, tensor: Tensor) -> None:
         frame = _caller()
         if frame is None or tensor.numel() < FEWEST or tensor.is_meta:
@@ -149,6 +187,95 @@ class Computing:
             self._looked[place] += 1
             told = (line_of_program([frame]), name) if _become_nothing(tensor.detach()) else None
             self._emptied[place] = told
+
+
+@frozen(eq=False)
+class _Written:
+    """Places that are written at once: along ``dim``, and as many behind it as there are tensors of whole numbers."""
+
+    dim: int
+    ids: tuple[Tensor, ...]
+    """Each of one shape."""
+    sizes: tuple[int, ...]
+
+    def repeats(self) -> tuple[Tensor, Tensor]:
+        """Pairs of values that are written to one place."""
+        keys = torch.zeros_like(self.ids[0].flatten()[:MOST_INDICES], dtype=torch.long)
+        for ids, size in zip(self.ids, self.sizes, strict=True):
+            keys = keys * size + ids.flatten()[:MOST_INDICES].long() % size
+        order = keys.argsort()
+        same = keys[order][1:] == keys[order][:-1]
+        return order[:-1][same], order[1:][same]
+
+    def shape(self, tensor: Tensor) -> torch.Size | None:
+        """That of what is written, where all before and behind is written whole."""
+        behind = tensor.shape[self.dim + len(self.ids) :]
+        return torch.Size((*tensor.shape[: self.dim], *self.ids[0].shape, *behind))
+
+    def rows(self, value: Tensor, some: Tensor) -> Tensor:
+        """Values for these."""
+        ids = self.ids[0].dim()
+        return value.detach().flatten(self.dim, self.dim + ids - 1).index_select(self.dim, some.to(value.device))
+
+    def adds(self, target: str, added: str, said: str) -> str:
+        """What keeps all of them, as code; empty: that takes more than a line."""
+        place = ast.parse(target, mode="eval").body
+        if not isinstance(place, ast.Subscript) or len(self.ids) > 1 or self.ids[0].dim() > 1:
+            return ""
+        inside = place.slice.elts if isinstance(place.slice, ast.Tuple) else [place.slice]
+        owner, names = ast.unparse(place.value), ast.unparse(inside[self.dim])
+        minus = f"{owner}[" in said and ("-=" in said or " - " in said)
+        if added in ("1", "1.0") and len(inside) == 1:
+            return f"{owner} {'-' if minus else '+'}= torch.bincount({names}, minlength=len({owner}))"
+        return f"{owner}.index_add_({self.dim}, {names}, {added}{', alpha=-1' if minus else ''})"
+
+
+def _written(tensor: Tensor, index: Any) -> _Written | None:
+    """Places that tensors of whole numbers name one by one; None: something else is written, such as by a mask."""
+    parts = index if isinstance(index, tuple) else (index,)
+    at = next((at for at, one in enumerate(parts) if isinstance(one, Tensor)), None)
+    if at is None or any(one != slice(None) for one in parts[:at] if isinstance(one, slice)):
+        return None
+    ids = [*takewhile(lambda one: isinstance(one, Tensor), parts[at:])]
+    others = (*parts[:at], *parts[at + len(ids) :])
+    whole = all(type(one) is Tensor and one.dtype in WHOLE for one in ids)
+    if not whole or any(not isinstance(one, slice) or one != slice(None) for one in others):
+        return None
+    try:
+        spread = torch.broadcast_tensors(*ids)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None  # which the write will say itself
+    sizes = tuple(tensor.shape[at : at + len(ids)])
+    return _Written(at, spread, sizes) if spread[0].numel() > 1 and len(sizes) == len(ids) and all(sizes) else None
+
+
+def _said_sum(frame: FrameType) -> tuple[str, str, str] | None:
+    """Of ``t[i] += v``, or ``t[i] = t[i] + v``, that a frame runs: ``t[i]``, ``v`` and the whole; None: of no other.
+
+    Nor of a ``v`` that is computed from ``t``, as of an average of which each has its turn.
+    """
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    for one in nodes(parsed(frame.f_code.co_filename)):
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AugAssign) else []
+        for target in (each for each in targets if isinstance(each, ast.Subscript)):
+            if (target.lineno, target.end_lineno, target.col_offset, target.end_col_offset) == position:
+                return _sum_of(one, ast.unparse(target), ast.unparse(target.value))
+    return None
+
+
+def _sum_of(node: ast.AST, target: str, owner: str) -> tuple[str, str, str] | None:
+    added: ast.expr | None = None
+    match node:
+        case ast.AugAssign(op=ast.Add() | ast.Sub(), value=value):
+            added = value
+        case ast.Assign(value=ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right)):
+            if ast.unparse(left) == target:
+                added = right
+            elif ast.unparse(right) == target and isinstance(op, ast.Add):
+                added = left
+    if added is None or any(ast.unparse(one) == owner for one in ast.walk(added) if isinstance(one, ast.expr)):
+        return None
+    return target, ast.unparse(added), ast.unparse(node)
 
 
 def _become_nothing(numbers: Tensor) -> bool:

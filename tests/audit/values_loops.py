@@ -72,6 +72,92 @@ def segmented(name: str, mode: str, goal: Callable[[Tensor], Tensor], classes: i
     return Loop(run)
 
 
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 4], [1, 1, 2, 2, 0, 0, 1, 3]])
+APART = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 4], [1, 2, 0, 3, 4, 5, 6, 7]])
+
+
+def summed(name: str, add: Callable[[Tensor, Tensor, Tensor], Tensor], edges: Tensor = EDGES) -> Loop:
+    """One step of a layer that sums what it makes of one end of each edge at the other."""
+
+    def run(rank: int, world: int) -> None:
+        enters, leaves = nn.Linear(6, 5), nn.Linear(5, 4)
+        hidden = enters(drawn(8, 6))
+        made = add(torch.zeros_like(hidden), edges[1], hidden[edges[0]])
+        both = nn.ModuleList([enters, leaves])
+        taken(both, adam(both), leaves(made).square().mean())
+
+    run.__name__ = name
+    return Loop(run)
+
+
+def adds_at(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids] += sent
+    return total
+
+
+def adds_spelled_out(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids] = total[ids] + sent * 0.5
+    return total
+
+
+def subtracts_in_columns(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    turned = total.T.contiguous()
+    turned[:, ids] -= sent.T
+    return turned.T
+
+
+def adds_at_pairs(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids, ids % 5] += sent[:, 0]
+    return total
+
+
+def counts(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    degrees = torch.zeros(8)
+    degrees[ids] += 1
+    return total.index_add(0, ids, sent) / degrees.clamp(min=1)[:, None]
+
+
+def adds_by_index_add(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total.index_add_(0, ids, sent)
+    return total
+
+
+def adds_by_index_put(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total.index_put_((ids,), sent, accumulate=True)
+    return total
+
+
+def adds_by_a_mask(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[torch.arange(8) % 2 == 0] += sent[:4]
+    return total
+
+
+def keeps_the_last(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids] = sent
+    total[:4] += sent[:4]
+    return total
+
+
+def adds_the_same(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    gradient = drawn(8, 5)
+    total[ids] -= 0.1 * gradient[ids]
+    return total + adds_by_index_add(total, ids, sent)
+
+
+def moves_towards(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    centres = drawn(8, 5)
+    centres[ids] += 0.1 * (sent.detach() - centres[ids])
+    return adds_by_index_add(total, ids, sent) - centres
+
+
+def marks_present(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    logits = adds_by_index_add(total, ids, sent)
+    logits[ids] -= 1.5
+    present = torch.zeros(8)
+    present[ids] += 1
+    return logits * (present > 0)[:, None]
+
+
 FRACTIONS = torch.linspace(-0.9, 0.9, 32)
 
 
@@ -90,6 +176,14 @@ WRONG_VALUES: tuple[Loop, ...] = (
         changed("heads_merged", (2, 4, 7, 6), lambda x: x.reshape(2, 7, 24)),
         changed("two_directions_merged", (2, 8, 6), lambda x: x.view(8, -1)),
     ),
+    *wrong(
+        "run.sums-lost",
+        summed("messages_added_at_places", adds_at),
+        summed("messages_added_spelled_out", adds_spelled_out),
+        summed("messages_subtracted_in_columns", subtracts_in_columns),
+        summed("messages_added_at_pairs", adds_at_pairs),
+        summed("degrees_counted_at_places", counts),
+    ),
     *wrong("run.classes-blended", segmented("classes_interpolated", "bilinear", lambda one: one.long())),
     *wrong("run.cast-to-nothing", indexed("fractions_as_classes", FRACTIONS, lambda one: one.to(torch.int64))),
     *wrong(
@@ -97,6 +191,14 @@ WRONG_VALUES: tuple[Loop, ...] = (
     ),
 )
 RIGHT_VALUES: tuple[Loop, ...] = (
+    summed("messages_of_one_each", adds_at, APART),
+    summed("messages_added_by_index_add", adds_by_index_add),
+    summed("messages_added_by_index_put", adds_by_index_put),
+    summed("messages_added_by_a_mask", adds_by_a_mask),
+    summed("messages_of_which_the_last_is_kept", keeps_the_last),
+    summed("gradients_of_rows_stepped_once", adds_the_same),
+    summed("centres_moved_in_turn", moves_towards),
+    summed("presence_marked", marks_present),
     segmented("classes_of_the_nearest", "nearest", lambda one: one.long()),
     segmented("two_classes_by_a_threshold", "bilinear", lambda one: (one > 0.5).long(), 2),
     segmented("two_classes_rounded", "bilinear", lambda one: one.round().long(), 2),
