@@ -28,11 +28,13 @@ from prepkit.observe.prepared.around import (
     is_of_library,
     line_of_program,
     lines_of_program,
+    name_of,
     nodes,
     own_frames,
     parsed,
 )
 from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.modules import generator
 
 RESHAPES = ("view", "reshape")
 CASTS = ("long", "int", "short", "char", "byte", "to", "type")
@@ -50,6 +52,8 @@ MOST_BLENDED = 16
 """Blends that are kept."""
 MOST_INDICES = 1 << 16
 """Of the places that are written at once."""
+LOOKS = 3
+"""In so many steps one behind the other a line seeds with one number before it is said to do so in each."""
 MOST_PAIRS = 64
 """Values for one place that are compared with each other."""
 COUNTED = re.compile(r"count|hist|freq|num|deg|usage|load", re.IGNORECASE)
@@ -58,6 +62,18 @@ CallPlace = tuple[CodeType, int]
 """One call in the text of a program: of several in a line each is another."""
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 NOTHING = Permuted(line="", function="", before=(), after=())
+
+
+@frozen(eq=False)
+class _Seeded:
+    """A number that torch was seeded with."""
+
+    seed: int
+    stands: list[Line]
+    looks: tuple[int, ...]
+    """Before which looks it was."""
+    state: tuple[float, ...]
+    """Of generators, just behind it."""
 
 
 @define(eq=False)
@@ -73,8 +89,9 @@ class Computing:
     _blended: dict[str, None] = field(factory=dict)
     """Lines that make whole numbers of these."""
     _lost: dict[CallPlace, LostSums] = field(factory=dict)
-    _seeds: dict[str, tuple[int, list[Line]]] = field(factory=dict)
-    """By line of the program the last number that it has seeded torch with, and where it stands."""
+    _seeds: dict[str, _Seeded] = field(factory=dict)
+    """By line of the program."""
+    _looks: int = 0
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -92,6 +109,7 @@ class Computing:
 
     def facts(self) -> ValueFacts:
         """What was heard so far."""
+        self._looks += 1
         return ValueFacts(
             permuted=tuple(one for one in self._shapes.values() if one is not None),
             emptied=tuple(one for one in self._emptied.values() if one is not None),
@@ -103,16 +121,24 @@ class Computing:
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
         frames = list(frames_above(__file__))
-        if isinstance(seed, int):
-            self._seeds[line_of_program(frames)] = seed, lines_of_program(frames)
-        return plain(seed, *given)
+        seeded, line = plain(seed, *given), line_of_program(frames)
+        asked = any(str(one.f_globals.get("__name__")).startswith("torch.optim.") for one in frames)  # of a closure
+        if isinstance(seed, int) and not asked and not torch.compiler.is_compiling():
+            known = self._seeds.get(line)
+            looks = known.looks if known is not None and known.seed == seed else ()
+            stands, at = lines_of_program(frames), (*looks[-LOOKS:], self._looks)
+            self._seeds[line] = _Seeded(seed, stands, at, _random_states())
+        return seeded
 
     def _reseeded(self) -> Iterator[tuple[str, int]]:
-        """Lines that seed in each step with one number that is written out, and that nobody has put back since."""
+        """Lines that seed in each step with one number, which nobody has put back since, and what is drawn by then."""
         now = lines_of_program(frames_above(__file__))
-        for line, (seed, stands) in self._seeds.items():
-            if torch.initial_seed() == seed and stands and _as_often(stands, now) and _is_written_out(stands[0], seed):
-                yield line, seed
+        drawn = _random_states()
+        for line, one in self._seeds.items():
+            if torch.initial_seed() == one.seed and one.stands and one.state != drawn:
+                last = {self._looks - 1 - at for at in range(LOOKS)}
+                if last <= {*one.looks} or (_as_often(one.stands, now) and _is_fixed(one.stands, now)):
+                    yield line, one.seed
 
     def _reshapes(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         result = plain(*given, **named)
@@ -306,11 +332,86 @@ def _place(frame: FrameType) -> CallPlace:
     return frame.f_code, frame.f_lasti
 
 
-def _is_written_out(stands: Line, number: int) -> bool:
-    """Return whether a call in a line is given this number as a constant."""
-    calls = (one for one in nodes(parsed(stands[0].co_filename)) if isinstance(one, ast.Call))
-    given = (arg for one in calls if one.lineno == stands[1] for arg in one.args)
-    return any(isinstance(one, ast.Constant) and one.value == number for one in given)
+# --- seeds ---
+
+
+def _random_states() -> tuple[float, ...]:
+    return generator("cpu"), *(one.get_offset() for one in torch.cuda.default_generators)
+
+
+def _is_fixed(stands: list[Line], now: list[Line]) -> bool:
+    """Return whether the text says that a line, in a function or in one that it calls, gives one number each time."""
+    around = {code for code, line in now if innermost(code, line)[0]}
+    calls = [one for one in _on_line(stands[0]) if isinstance(one, ast.Call)]
+    seeding = [one for one in calls if "seed" in name_of(one)] or calls
+    given = [arg for one in seeding[:1] for arg in (*one.args, *(key.value for key in one.keywords))]
+    if not given or any(_may_be_left_out(one) for one in takewhile(lambda one: one[0] not in around, stands)):
+        return False
+    return _is_constant(given[0], stands)
+
+
+def _on_line(stands: Line) -> list[ast.AST]:
+    every = nodes(parsed(stands[0].co_filename))
+    return [one for one in every if getattr(one, "lineno", stands[1] + 1) <= stands[1] <= getattr(one, "end_lineno", 0)]
+
+
+def _may_be_left_out(stands: Line) -> bool:
+    """Return whether a line of a function stands under an ``if``."""
+    return any(isinstance(one, ast.If) and one.lineno >= stands[0].co_firstlineno for one in _on_line(stands))
+
+
+def _is_constant(node: ast.expr, stands: list[Line]) -> bool:
+    """Return whether an expression is the same number each time that these lines run, each of which calls the last."""
+    match node:
+        case ast.Constant():
+            return True
+        case ast.BinOp(left=left, right=right):
+            return _is_constant(left, stands) and _is_constant(right, stands)
+        case ast.Call(args=[]) if name_of(node) == "get_rank":
+            return True
+        case ast.Attribute(attr=name):
+            return not any(name == one.attr for one in _stored(stands) if isinstance(one, ast.Attribute))
+        case ast.Name(id=name):
+            maker = _function_of(stands[0])
+            if maker is not None and name in [one.arg for one in (*maker.args.args, *maker.args.kwonlyargs)]:
+                given = _given_for(name, maker, stands)
+                return given is not None and _is_constant(given, stands[1:] or stands)
+            return not any(name == one.id for one in _stored(stands) if isinstance(one, ast.Name))
+    return False
+
+
+def _stored(stands: list[Line]) -> Iterator[ast.AST]:
+    """What a file writes to in its loops, or in methods but for the one that begins."""
+    for one in nodes(parsed(stands[0][0].co_filename)):
+        is_method = isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "main")
+        if isinstance(one, ast.For | ast.While) or is_method:
+            for inside in ast.walk(one):
+                written = isinstance(getattr(inside, "ctx", None), ast.Store)
+                if written and (not is_method or isinstance(inside, ast.Attribute)):
+                    yield inside
+                elif isinstance(inside, ast.Global | ast.Nonlocal):
+                    yield from (ast.Name(name) for name in inside.names)
+
+
+def _function_of(stands: Line) -> ast.FunctionDef | None:
+    """The function that has a line."""
+    found = [one for one in _on_line(stands) if isinstance(one, ast.FunctionDef) and one.name == stands[0].co_name]
+    return found[-1] if found else None
+
+
+def _given_for(name: str, maker: ast.FunctionDef, stands: list[Line]) -> ast.expr | None:
+    """What the function that calls gives for a name, or stands for it by default; None: not known."""
+    calls = [one for one in _on_line(stands[1]) if isinstance(one, ast.Call)] if len(stands) > 1 else []
+    mine = [one for one in calls if name_of(one) == maker.name]
+    names = [one.arg for one in maker.args.args]
+    names = names[1:] if names[:1] == ["self"] else names
+    if len(mine) != 1 or any(isinstance(one, ast.Starred) for one in mine[0].args):
+        return None
+    given = dict(zip(names, mine[0].args, strict=False))
+    found = {**given, **{key.arg: key.value for key in mine[0].keywords if key.arg}}
+    defaults = [*zip(reversed(maker.args.args), reversed(maker.args.defaults), strict=False)]
+    defaults += [(arg, one) for arg, one in zip(maker.args.kwonlyargs, maker.args.kw_defaults, strict=True) if one]
+    return found.get(name, next((one for arg, one in defaults if arg.arg == name), None))
 
 
 def _not_called() -> Iterator[tuple[str, str]]:
