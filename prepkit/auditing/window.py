@@ -172,9 +172,9 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle(), "shares": self.shares.told()}
+        own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
         own |= {"values": self.values.facts()}
-        rooms = (self.ledger, self.beginnings, self.copies)
+        rooms = (self.ledger, self.beginnings, self.copies, self.ratios)
         return (
             {name: one for room in rooms for name, one in room.told().items()} | own | {"lessons": self.lessons.told()}
         )

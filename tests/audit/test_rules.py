@@ -326,7 +326,10 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
         ),
     ),
-    "run.target-trains": evolve(FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)))),
+    "run.target-trains": evolve(
+        FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)), advantages=("train.py:40",))
+    ),
+    "run.drawn-without-graph": evolve(FINE, window=WindowFacts(cut_draws=(("net.py:16", "Normal"),))),
     "run.masked-chosen": evolve(FINE, window=WindowFacts(terms=TermFacts(masked=(("train.py:31", (32,)),)))),
     "run.term-cancels": evolve(
         FINE,
