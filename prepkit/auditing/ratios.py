@@ -155,8 +155,8 @@ class Ratios:
 
 def _kinds(kind: type) -> Iterator[type]:
     """A class and all that are derived from it, each once."""
-    derived: list[type] = [each for one in kind.__subclasses__() for each in _kinds(one)]
-    yield from dict.fromkeys((kind, *derived))
+    derived: list[type] = kind.__subclasses__()
+    yield from dict.fromkeys((kind, *(each for one in derived for each in _kinds(one))))
 
 
 def _inside(distribution: Any) -> Iterator[Any]:

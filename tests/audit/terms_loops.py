@@ -184,6 +184,23 @@ def normalised(adv: Tensor) -> Tensor:
     return (adv - adv.mean()) / (adv.std() + 1e-6)
 
 
+def advantages_of_an_episode(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(WIDE, 3), nn.Linear(WIDE, 1)
+    both = nn.ModuleList([actor, critic])
+    optimizer, said, seen = adam(both), [], []
+    for _ in range(BATCH):
+        seen.append(torch.randn(WIDE))
+        policy = Categorical(logits=actor(seen[-1]))
+        said.append(policy.log_prob(policy.sample()))
+    returns, value = torch.randn(BATCH), critic(torch.stack(seen)).squeeze(1)
+    adv = returns - value
+    loss = -(torch.stack(said) * adv.detach()).mean() + 0.5 * (returns - value).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
 DRAWN: tuple[Loop, ...] = tuple(
     Loop(one.run, rule="run.drawn-without-graph")
     for one in (
@@ -202,6 +219,7 @@ LED: tuple[Loop, ...] = tuple(
 RIGHT_POLICIES: tuple[Loop, ...] = (
     drawn_by("code_drawn_by_rsample", lambda code_of: code_of.rsample()),
     drawn_by("code_drawn_and_scored", drawn_and_scored),
+    Loop(advantages_of_an_episode),
     drawn_by("code_that_is_a_mean", lambda code_of: code_of.mean),
     actor_and_critic("advantage_detached", lambda returns, value: (returns - value).detach()),
     actor_and_critic("advantage_of_a_detached_value", lambda returns, value: normalised(returns - value.detach())),
