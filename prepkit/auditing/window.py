@@ -172,8 +172,9 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle(), "shares": self.shares.told()}
-        rooms = (self.ledger, self.beginnings, self.copies)
+        own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
+        own |= {"values": self.values.facts()}
+        rooms = (self.ledger, self.beginnings, self.copies, self.ratios)
         return (
             {name: one for room in rooms for name, one in room.told().items()} | own | {"lessons": self.lessons.told()}
         )
@@ -243,7 +244,6 @@ class Window:
     def _rooms(self, alive: list[Any], model: nn.Module | None, scheduler: Any, optimizer: Any) -> dict[str, Any]:
         return {
             "terms": self.terms.facts(),
-            "values": self.values.facts(),
             "libraries": self.libraries.facts(alive, self.called()),
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),

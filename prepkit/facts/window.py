@@ -235,6 +235,11 @@ class WindowFacts:
     """
     ratios: tuple[str, ...] = ()
     """Lines whose losses have a ratio of policies that is 1 behind every step since samples were drawn."""
+    advantages: tuple[str, ...] = ()
+    """Lines whose losses have the product of a log-probability and a constant less what trains."""
+    cut_draws: tuple[tuple[str, str], ...] = ()
+    """Lines that draw without a graph what trained layers of the loss are given, and the class of a distribution whose
+    parameters the loss trains too."""
     unled: tuple[tuple[str, str], ...] = ()
     """Lines of a backward whose gradients nobody has stepped, and of the step right behind it, which held none."""
     anew: tuple[str, str] = ("", "")
