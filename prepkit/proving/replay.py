@@ -489,6 +489,8 @@ def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
         and bare.drops(model),
         "weights were changed between two forwards and put back, as by an optimizer that perturbs them: gradients were "
         "not compared": disturbed_of(records).swung and not disturbed_of(records).moved,
+        f"what was left of the step before, {disturbed_of(records).faded:.3g} x of each of its gradients, is in these, "
+        "as of a momentum by hand: gradients were not compared": disturbed_of(records).faded,
         "no gradient arrived at an output of the model: gradients were not compared": not any(
             call.outputs for record in records for call in record.head.calls
         ),
