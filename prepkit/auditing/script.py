@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, FirstStep, ScriptLooks, behind_closure, everywhere
+from prepkit.auditing.looks import FIRST, SCRIPTS, FirstStep, ScriptLooks, behind_closure, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -95,7 +95,7 @@ def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
     except FirstStep:
         pass
     finally:
-        looks.watched.close()
+        looks.close()
     looks.arrivals.lets_go()
     return looks.found
 
@@ -212,9 +212,11 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
+    SCRIPTS.append(script)
     try:
         yield
     finally:
+        SCRIPTS.pop()
         sys.argv, sys.path[:] = argv, path
 
 

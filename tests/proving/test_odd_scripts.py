@@ -1069,3 +1069,22 @@ def test_a_step_over_rows_is_replayed_beside_one_over_layers(tmp_path: Path) -> 
     assert proof is not None
     assert [one.name for one in proof.facts.steps] == ["rows.weight", "head.weight", "head.bias"]
     assert all(one.expected > 0 for one in proof.facts.steps)
+
+
+APPLIED = """
+import prepkit as pk
+ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer), prove=1)
+for _ in range(4):
+    model(torch.randn(5, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("how", ["--steps=3", "--prove"])
+def test_a_run_that_would_prove_itself_is_audited_as_any_other(tmp_path: Path, how: str) -> None:
+    """Its own proof would be heard as calls of other models, and its hooks go in the middle of a step."""
+    (tmp_path / "train.py").write_text(BEGIN + APPLIED)
+    done = CliRunner().invoke(main, ["audit", how, str(tmp_path / "train.py")])
+    assert done.exit_code == 0, done.output
+    assert ("trained as plain torch trains it" in done.output) is (how == "--prove")
