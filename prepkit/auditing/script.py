@@ -40,7 +40,7 @@ from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
-from prepkit.observe.prepared.optimizers import engines, inner, lent
+from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
@@ -413,7 +413,7 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
     loose = [one for one in loose if not any(lent(one, part) for part in parts.values())]
     if loose:
         beside = nn.Module()
-        beside._parameters.update((str(at), one) for at, one in enumerate(loose))
+        beside._parameters.update(named_as_program(loose))
         parts[_free("beside", parts)] = beside
     return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
 
