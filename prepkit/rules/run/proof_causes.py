@@ -365,7 +365,7 @@ def _clipped_apart(facts: ProofFacts, sums: Vector) -> Iterator[tuple[Cause, Vec
     if each and max(each) > 1.001 * min(each):
         shrunk = tuple(a * each[share.rank] for a, share in zip(sums, facts.shares, strict=True))
         most = facts.clip.most if facts.clip is not None else 1.0
-        hows = [f"from {most / by:.4g} on rank {rank}" for rank, by in enumerate(each[:4]) if by < 1]
+        hows = [f"from {most / by:.4g} on rank {rank}" for rank, by in enumerate(each[:4]) if 0 < by < 1]
         yield Cause("prove.clipped-scaled", f"{BY_EACH_RANK}: to a norm of {most:g} {', '.join(hows)}"), shrunk
 
 
