@@ -91,9 +91,11 @@ def apply(
             log_file.append(log, plan, applied.attestation, now())
     ready = prepared(applied)
     if prove:
+        from prepkit.auditing.looks import SCRIPTS
         from prepkit.proving.live import prove_windows
 
-        prove_windows(ready, prove)
+        if not SCRIPTS:  # else prepkit audit runs the program, and proves it where it is asked to
+            prove_windows(ready, prove)
     return ready
 
 

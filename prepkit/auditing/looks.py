@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import define, evolve, field
 
+from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
@@ -29,6 +30,9 @@ LATER = (
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
+
+SCRIPTS: list[str] = []
+"""Scripts that run under an audit, which proves them where it is asked to: they are not to prove themselves too."""
 
 
 class FirstStep(BaseException):
@@ -57,6 +61,13 @@ class ScriptLooks:
 
     def __attrs_post_init__(self) -> None:
         self.watched = DriftWatch(every=1, share=1.0, act=self._adds)
+        if self.steps > 1:
+            stand()
+
+    def close(self) -> None:
+        """Looks no more."""
+        self.watched.close()
+        lets_go()
 
     @property
     def last(self) -> str:

@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, FirstStep, ScriptLooks, behind_closure, everywhere
+from prepkit.auditing.looks import FIRST, SCRIPTS, FirstStep, ScriptLooks, behind_closure, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -40,7 +40,7 @@ from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
-from prepkit.observe.prepared.optimizers import engines, inner, lent
+from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
@@ -95,7 +95,7 @@ def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
     except FirstStep:
         pass
     finally:
-        looks.watched.close()
+        looks.close()
     looks.arrivals.lets_go()
     return looks.found
 
@@ -212,9 +212,11 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
+    SCRIPTS.append(script)
     try:
         yield
     finally:
+        SCRIPTS.pop()
         sys.argv, sys.path[:] = argv, path
 
 
@@ -411,7 +413,7 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
     loose = [one for one in loose if not any(lent(one, part) for part in parts.values())]
     if loose:
         beside = nn.Module()
-        beside._parameters.update((str(at), one) for at, one in enumerate(loose))
+        beside._parameters.update(named_as_program(loose))
         parts[_free("beside", parts)] = beside
     return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
 

@@ -48,7 +48,6 @@ from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.names import named_parameters, sites, unwrap_root
 from prepkit.observe.prepared.around import (
     Line,
-    averages_weights,
     frames_above,
     in_one_loop,
     is_foreign,
@@ -58,6 +57,7 @@ from prepkit.observe.prepared.around import (
     stepped_next,
     ticked_in_loop,
 )
+from prepkit.observe.prepared.averaging import averages_weights
 from prepkit.observe.prepared.instead import around_calls, called_first, scripts_read_plain
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import averages

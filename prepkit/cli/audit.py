@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prepkit.proving.proof import Proof
 
 UNPROVEN = 4
-"""Exit code of audit --prove where nothing is wrong that could be seen, and a window could not be proven."""
+"""Exit code of audit --prove and of prove where nothing seen is wrong, and a window could not be proven."""
 CODES = "PREPKIT_AUDIT_CODES"
 """Variable with the folder into which each process of --torchrun writes its exit code."""
 SCRIPT_FAILED = 3
@@ -80,7 +80,8 @@ def audit(  # an argument for each option
     follows --, or the first word that audit does not know, is SCRIPT's. With --torchrun 2 it is started in two
     processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit SCRIPT. Only
     errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, and the whole
-    window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
+    window is done again on rank 0 in plain torch: weights, gradients and the step are compared; where nothing is wrong
+    and that could not be done, the exit code is 4.
     """
     plan_files.demand_torch("prepkit audit")
     if keep is not None and not prove:
@@ -248,7 +249,7 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
 
     A batch is what the model is called with: a mapping of keywords, a tuple of arguments, or one argument. There is one
     for each micro-batch of each process; tensor-parallel processes read the same, and count as one. A plan for another
-    cluster is made again for these processes. Errors give exit code 1.
+    cluster is made again for these processes. Errors give exit code 1, and a window that could not be proven gives 4.
     """
     plan_files.demand_torch("prepkit prove")
     from prepkit import codec
@@ -275,4 +276,6 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
         say_json({"findings": [codec.to_data(finding) for finding in every], "seconds": proof.seconds})
     else:
         say("\n".join((str(proof), *map(str, every[len(proof.findings) :]))))
-    sys.exit(1 if errors_of(proof.findings) or proof.facts.unproven else 0)
+    if errors_of(proof.findings):
+        sys.exit(1)
+    sys.exit(UNPROVEN if proof.unproven else 0)

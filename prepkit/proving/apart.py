@@ -319,6 +319,7 @@ def disturbed_of(records: tuple[Record, ...]) -> Disturbed:
         moved=names_of("moved"),
         swung=any(one.swung for one in every),
         left=names_of("left"),
+        faded=next((one.faded for one in every if one.faded), 0.0),
         kept=names_of("kept"),
         twice=any(one.twice for one in every),
         outside=names_of("outside"),

@@ -38,13 +38,13 @@ from prepkit.proving.hooks import (
     keep_changed,
     line_of,
     other_buffers,
-    parameters,
     shapes,
     transforms,
     with_closure,
     with_gradients,
 )
 from prepkit.proving.loss_graph import given_gradients, lowest_dtype, seed_of, weights_of
+from prepkit.proving.parts_of import faded_said, parameters
 from prepkit.proving.record_file import LARGEST, Head, Record, TooLarge
 from prepkit.proving.steppers import (
     Clipping,
@@ -168,6 +168,8 @@ class Recorder(Turns):
             self.around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
             said = "and has not stepped in this window, which is right where parts train in turn"
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
+        if self._next.faded:
+            self.tell(faded_said(self._next.faded))
         for told in bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others)):
             self.tell(told)
         engine, copies = engine_of(self.root), self._strange and not self._held.optimizers
@@ -382,9 +384,8 @@ class Recorder(Turns):
         result = plain(which, *args, **kwargs)
         kept = self.around.asked or self.done or self.stepped  # what was asked for lies elsewhere
         if self.done and holds(self.root, which):
-            left = with_gradients(self.root)
-            self._ready = self.lingers and not left
-            if self._next.undecided and not self._next.left_of(left):
+            self._ready = self.lingers and not with_gradients(self.root)
+            if self._next.undecided and not self._next.left_of(self.root, self._tensors):
                 self._over()
         elif not kept and holds(self.root, which) and not with_gradients(self.root):
             self.around.cleared(self._micros)

@@ -39,7 +39,7 @@ from prepkit.proving.apart import (
     weight_of,
     weights_apart,
 )
-from prepkit.proving.other_rank import Alone, standing_for
+from prepkit.proving.other_rank import Alone, not_plainly, standing_for
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
 from prepkit.proving.record_file import Record
@@ -289,7 +289,7 @@ def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
     except CannotReplay:
         raise
     except Exception as error:
-        raise CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}") from error
+        raise not_plainly(error) from error
     if far := astray(window.records, window.outputs[-2:], torch.finfo(getattr(torch, dtype)).eps):
         window.outputs[-2], exact = window.outputs[-1], rounded
         told = (f"{far} in float64, and in {dtype} as it was: {dtype} is compared",)
@@ -489,6 +489,8 @@ def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
         and bare.drops(model),
         "weights were changed between two forwards and put back, as by an optimizer that perturbs them: gradients were "
         "not compared": disturbed_of(records).swung and not disturbed_of(records).moved,
+        f"what was left of the step before, {disturbed_of(records).faded:.3g} x of each of its gradients, is in these, "
+        "as of a momentum by hand: gradients were not compared": disturbed_of(records).faded,
         "no gradient arrived at an output of the model: gradients were not compared": not any(
             call.outputs for record in records for call in record.head.calls
         ),

@@ -184,15 +184,15 @@ def _micro_batch(trial: Trial, ready: Any, recorder: Recorder, at: int, stage: t
         with trial_fails.blaming(lambda error: _loss_failed(trial.loss, error, outputs, batch)):
             loss = trial.loss(outputs, batch)
         if wrong := _no_loss(loss, trial.loss):
-            raise trial_fails.DoesNotFit(wrong)
+            trial_fails.refuse(wrong)
     if loss is None:
         recorder.tell(STAND_IN)
         every = list(tensors_of(outputs))
         if not every:
-            raise trial_fails.DoesNotFit(trial_fails.of_outputs(trial.model, outputs, tensors=False))
+            trial_fails.refuse(trial_fails.of_outputs(trial.model, outputs, tensors=False))
         loss = torch.stack([one.float().square().mean() for one in every]).sum()
     if not loss.requires_grad:
-        raise trial_fails.DoesNotFit(trial_fails.of_outputs(trial.model, outputs, tensors=True))
+        trial_fails.refuse(trial_fails.of_outputs(trial.model, outputs, tensors=True))
     stage.enter("the backward")
     with trial_fails.blaming(lambda error: _behind_failed(trial, "the backward of the loss", error)):
         ready.backward(loss)
@@ -298,17 +298,20 @@ def checked_loss(loss: Any) -> Any:
     """A loss function, or None. Raises ``TypeError`` for one that does not take outputs and batch."""
     if loss is None:
         return None
-    if not callable(loss):
-        raise TypeError(f"loss is {said(loss)}; give a function of outputs and batch that returns the loss")
-    try:
-        inspect.signature(loss).bind(None, None)
-    except TypeError:
-        how = "write def loss(outputs, batch)"
-        taken = f"it takes {inspect.signature(loss)}"
-        raise TypeError(f"loss is {_named(loss)}, and is called with outputs and batch; {taken}: {how}") from None
-    except ValueError:  # of a function that shows no signature
-        pass
-    return loss
+    wrong = f"loss is {said(loss)}; give a function of outputs and batch that returns the loss"
+    if callable(loss):
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError:
+            taken = f"it takes {inspect.signature(loss)}"
+            wrong = (
+                f"loss is {_named(loss)}, and is called with outputs and batch; {taken}: write def loss(outputs, batch)"
+            )
+        except ValueError:  # of a function that shows no signature
+            return loss
+        else:
+            return loss
+    raise TypeError(wrong)
 
 
 def _named(function: Any) -> str:

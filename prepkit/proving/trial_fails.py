@@ -87,7 +87,12 @@ def blaming(what: Callable[[Exception], str]) -> Iterator[None]:
     except (PlanRejected, RunRefused, DoesNotFit, TooLarge):
         raise
     except Exception as error:  # whatever the program's own code raises
-        raise DoesNotFit(what(error)) from error
+        refuse(what(error), error)
+
+
+def refuse(text: str, cause: Exception | None = None) -> NoReturn:
+    """Raise that what a process was given is wrong."""
+    raise DoesNotFit(text) from cause
 
 
 def raised(error: Exception) -> str:

@@ -29,7 +29,7 @@ from prepkit.objects.names import known_bases, named_parameters
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared import fabric
-from prepkit.observe.prepared.around import reads_gradients
+from prepkit.observe.prepared.around import own_frames, reads_gradients
 from prepkit.ranks.world import world
 
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
@@ -438,3 +438,13 @@ def steps_copies(model: nn.Module, optimizer: Any) -> bool:
 
 SLACK = 64
 """Elements for each rank by which what is flat may be longer than all that lies in it."""
+
+
+def named_as_program(tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """Each under the name that the program has for it, the innermost function first; else under its number."""
+    scopes = [held for one in own_frames() for held in (one.f_locals, one.f_globals)]
+    found: dict[str, Any] = {}
+    for at, tensor in enumerate(tensors):
+        said = (name for held in scopes for name, value in held.items() if value is tensor and "." not in name)
+        found[next((name for name in said if name not in found), str(at))] = tensor
+    return found
