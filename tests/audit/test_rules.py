@@ -433,6 +433,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.loss-divided": shared(twice=("train.py:31", "accelerate", 4)),
     "run.clipped-late": shared(clipped_late=("train.py:32", "train.py:31")),
     "run.gathered-apart": shared(gathered=(("train.py:18", 2),)),
+    "run.pairs-misplaced": shared(misplaced=(("train.py:40", 0, 32),)),
     "run.unwaited": shared(unwaited=(("train.py:30", "all_reduce"),)),
     "run.loss-kept": shared(kept=(("total", "train.py", 6),)),
     "run.skip-kept": missed(skips=(("train.py:31", "active", 7),)),
