@@ -11,6 +11,7 @@ from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
+from prepkit.facts.phases import PhaseFacts
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding
@@ -25,7 +26,7 @@ LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
-    "drawn-without-graph",
+    *("drawn-without-graph", "scheduler-elsewhere"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
@@ -58,6 +59,8 @@ class ScriptLooks:
     """The last one, which is not taken."""
     found: Audit | None = None
     watched: DriftWatch = field(init=False)
+    _taken_over: bool = field(default=False, init=False)
+    """Whether another optimizer steps what the first one did."""
 
     def __attrs_post_init__(self) -> None:
         self.watched = DriftWatch(every=1, share=1.0, act=self._adds)
@@ -98,6 +101,7 @@ class ScriptLooks:
     def later(self, told: dict[str, Any]) -> None:
         """Takes what a window has heard before a later step of any optimizer."""
         assert self.found is not None
+        self._taken_over = told.get("phases", PhaseFacts(taken_over=self._taken_over)).taken_over
         if any(one.rule == NOTHING for one in self.found.findings):
             told = {**told, "unled": ()}
         if any(told.values()):
@@ -119,7 +123,8 @@ class ScriptLooks:
     def _adds(self, findings: tuple[Finding, ...]) -> None:
         assert self.found is not None
         known = {(one.rule, one.where) for one in self.found.findings}
-        alone = self.found.live is None or self.found.live.scheduler is None  # nothing drives an optimizer that rests
+        rests = self.found.live is None or self.found.live.scheduler is None  # nothing drives an optimizer that rests
+        alone = rests or self._taken_over
         new = (one for one in findings if (one.rule, one.where) not in known)
         new = (one for one in new if not (alone and one.rule == "run.drift-unstepped"))
         told = tuple(evolve(one, what=f"In step {self.watched.steps}: {one.what}") for one in new)

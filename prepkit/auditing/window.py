@@ -37,6 +37,7 @@ from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.loops import Turning
 from prepkit.auditing.losses import Losses, leads_to_parameter
+from prepkit.auditing.phases import Phases
 from prepkit.auditing.ratios import Ratios
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
@@ -116,6 +117,7 @@ class Window:
     shares: SharedWork = field(factory=SharedWork)
     lessons: Lessons = field(factory=Lessons)
     copies: Copies = field(factory=Copies)
+    phases: Phases = field(factory=Phases)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -147,7 +149,7 @@ class Window:
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
             more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)
-            for room in (*rooms, *more, self.copies, Standing(self.arrivals)):
+            for room in (*rooms, *more, self.copies, self.phases, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -174,7 +176,7 @@ class Window:
         """What later steps may have as well, as fields of ``WindowFacts``."""
         own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
         own |= {"values": self.values.facts()}
-        rooms = (self.ledger, self.beginnings, self.copies, self.ratios)
+        rooms = (self.ledger, self.beginnings, self.copies, self.ratios, self.phases)
         return (
             {name: one for room in rooms for name, one in room.told().items()} | own | {"lessons": self.lessons.told()}
         )

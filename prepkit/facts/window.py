@@ -10,6 +10,7 @@ from prepkit.facts.inputs import InputFacts
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
+from prepkit.facts.phases import PhaseFacts
 from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.facts.values import BeginningFacts, Following, ValueFacts
@@ -218,6 +219,7 @@ class WindowFacts:
     lessons: LessonFacts = LessonFacts()
     beginnings: BeginningFacts = BeginningFacts()
     inputs: InputFacts = InputFacts()
+    phases: PhaseFacts = PhaseFacts()
     carried: tuple[tuple[str, str, str], ...] = ()
     """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
     sampler."""
