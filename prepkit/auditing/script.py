@@ -41,6 +41,7 @@ from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
+from prepkit.observe.prepared.schedules import steps_its_own
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
@@ -449,13 +450,11 @@ def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:
     within = {id(part) for one in every for part in getattr(one, "_schedulers", ())}
     outer = [one for one in every if id(one) not in within]
     driving = [one for one in outer if any(inner(one.optimizer) is optimizer for optimizer in optimizers)]
-    chosen = driving or (outer if len(outer) == 1 else [])
-    if not chosen:
-        return None
-    owners = gc.get_referrers(chosen[-1])
+    chosen = driving or (outer if len(outer) == 1 and not steps_its_own(outer[0]) else [])
+    owners = gc.get_referrers(chosen[-1]) if chosen else ()
     holders = (one for owner in owners for one in (owner, *(gc.get_referrers(owner) if type(owner) is dict else ())))
     wrappers = (one for one in holders if type(one).__name__ == "AcceleratedScheduler")
-    return next(wrappers, chosen[-1])
+    return next(wrappers, chosen[-1] if chosen else None)
 
 
 def _loaders(alive: list[Any]) -> list[Any]:

@@ -44,6 +44,21 @@ for epoch in range(EPOCHS):
     scheduler.step()
 """
 OF_ALL = "EPOCHS * len(loader)"
+OUTER = """import copy
+outer = torch.optim.SGD(model.parameters(), 1.0)
+scheduler = rates.LinearLR(outer, 1.0, 0.1, total_iters=EPOCHS)
+for epoch in range(EPOCHS):
+    fast = copy.deepcopy(model)
+    inner = torch.optim.SGD(fast.parameters(), 0.1)
+    for x, y in loader:
+        inner.zero_grad()
+        (fast(x) - y).square().mean().backward()
+        inner.step()
+    for param, new in zip(model.parameters(), fast.parameters()):
+        param.grad = param.detach() - new.detach()
+    outer.step()
+    scheduler.step()
+"""
 FUNCTION = """import math
 total = {}
 
@@ -103,6 +118,7 @@ RIGHT = {
     "a function for passes": FUNCTION.format("EPOCHS + 1") + BY_PASS.format("scheduler.step()"),
     "a power for passes": "scheduler = rates.LambdaLR(optimizer, lambda at: 0.9**at)\n"
     + BY_PASS.format("scheduler.step()"),
+    "of an outer loop": OUTER,
     "for passes": COSINE.format("EPOCHS") + BY_PASS.format("scheduler.step()"),
     "for passes, in a function": COSINE.format("EPOCHS") + IN_PASS,
     "kept in a list": KEPT + BY_PASS.format("turns.turn()"),
