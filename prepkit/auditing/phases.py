@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.facts.phases import Outlived, PhaseFacts
-from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.around import Line, frames_above, line_of_program, lines_of_program, loops_have
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.optimizers import as_rate, inner
 
@@ -33,6 +33,8 @@ class _Course:
     """The number of its last step among those of all."""
     made: str = ""
     """The line that has made it."""
+    stands: tuple[Line, ...] = ()
+    """Where its first step stands."""
 
 
 @frozen(eq=False)
@@ -63,6 +65,8 @@ class Phases:
     _driven: weakref.WeakSet[Any] = field(factory=weakref.WeakSet)
     """Optimizers that a scheduler was made for."""
     _outlived: dict[Outlived, None] = field(factory=dict)
+    begins_anew: bool = False
+    """Whether the step that begins is the first of a training of its own, behind those of all other optimizers."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -89,9 +93,17 @@ class Phases:
         """A step of any optimizer begins."""
         self._steps += 1
         self._first = self._first or weakref.ref(optimizer)
+        held = frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
+        self.begins_anew = optimizer not in self._courses and self._is_apart(held)
         course = self._courses.setdefault(optimizer, _Course(made=self._made_at.get(optimizer, "")))
-        course.last = self._steps
-        course.held = frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
+        course.stands = course.stands or tuple(lines_of_program(frames_above(__file__)))
+        course.last, course.held = self._steps, held
+
+    def _is_apart(self, held: frozenset[int]) -> bool:
+        """Whether what begins to step now holds what no other has stepped, in no loop in which another has."""
+        now = lines_of_program(frames_above(__file__))
+        others = self._courses.values()
+        return bool(self._courses) and not any(held <= one.held or _in_one_run(one.stands, now) for one in others)
 
     def _taken_over(self) -> bool:
         first = None if self._first is None else self._first()
@@ -132,3 +144,13 @@ class Phases:
         """Whether another optimizer has stepped parameters of this one since this one has, and has stepped last."""
         shared = len(other.held & mine.held)
         return bool(mine.last) and other.last == self._steps > mine.last and 2 * shared > len(other.held)
+
+
+def _in_one_run(before: Sequence[Line], now: Sequence[Line]) -> bool:
+    """Whether both stand in one run of some loop: of a function that is called twice, its loop runs twice."""
+    for first, second in zip(reversed(before), reversed(now), strict=False):
+        if first[0] is second[0] and loops_have([first], [second]):
+            return True
+        if first != second:
+            return False
+    return False

@@ -29,7 +29,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, SCRIPTS, FirstStep, ScriptLooks, behind_closure, everywhere
+from prepkit.auditing.looks import (
+    FIRST,
+    PUT_AROUND,
+    SCRIPTS,
+    FirstStep,
+    ScriptLooks,
+    behind_closure,
+    everywhere,
+    put_around,
+)
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -127,7 +136,7 @@ def audited_at_first_step(
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
-        tell = heard if others is None or first else partial(others.other, led=window.ledger.led)
+        tell = heard if others is None or first else partial(others.other, heard=window)
         tell(everywhere(found) if asks else found)
 
     with window.on():
@@ -382,6 +391,7 @@ def _is_of_a_loop(cls: type) -> bool:
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
     """Modules with parameters that stand in no other one."""
+    modules = [module for module in modules if module not in PUT_AROUND]
     inside = {id(child) for module in modules for child in module._modules.values() if child is not None}
     return [module for module in modules if id(module) not in inside and next(module.parameters(), None) is not None]
 
@@ -413,10 +423,10 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
     loose = [slots[key] for key in slots if key in live - known and (rests or isinstance(slots[key], nn.Parameter))]
     loose = [one for one in loose if not any(lent(one, part) for part in parts.values())]
     if loose:
-        beside = nn.Module()
+        beside = put_around(nn.Module())
         beside._parameters.update(named_as_program(loose))
         parts[_free("beside", parts)] = beside
-    return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
+    return next(iter(parts.values())) if len(parts) == 1 else put_around(nn.ModuleDict(parts))
 
 
 def _held_around(model: nn.Module, roots: list[nn.Module], slots: Collection[int]) -> nn.Module:

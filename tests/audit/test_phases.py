@@ -121,3 +121,31 @@ def test_a_scheduler_whose_optimizer_was_replaced_is_told_with_its_line() -> Non
 
 def test_an_optimizer_for_each_step_is_told_still() -> None:
     assert "run.optimizer-anew" in said(in_stages(then="none", length=1))
+
+
+def two_trainings(*, second: str) -> Train:
+    """A short training of one model, and then that of another, by one function."""
+
+    def fits(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            learn(model, optimizer)
+
+    def train() -> None:
+        torch.manual_seed(0)
+        first, then = net(), net()
+        fits(first, torch.optim.Adam(first.parameters(), 1e-3), 5)
+        if second == "holds another":
+            other = torch.optim.Adam(net().parameters(), 1e-3)
+            fits(then, other, 5)
+        else:
+            fits(then, torch.optim.AdamW(then.parameters(), 1e-3), 5)
+
+    return train
+
+
+def test_a_second_training_is_looked_at_and_named() -> None:
+    found = audit_run(two_trainings(second="right"), steps=50)
+    assert found is not None
+    assert found.fine
+    assert "looked at before its first step alone: Sequential, which AdamW trains behind it" in str(found)
+    assert said(two_trainings(second="holds another"), 50) != []
