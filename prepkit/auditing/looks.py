@@ -23,7 +23,7 @@ FIRST = "its first optimizer step"
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
-    *("skip-kept", "new-tokens-frozen", "judged-alike"),
+    *("skip-kept", "new-tokens-frozen", "judged-alike", "average-itself"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
