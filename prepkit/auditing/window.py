@@ -237,7 +237,7 @@ class Window:
             recompiled=recompiled(),
             text=self.text,
             again=tuple(_again(optimizer, first)),
-            **averages(alive),
+            **self._averages(alive),
             trainer=trainer,
             steps=steps,
             ticks=ticks,
@@ -252,6 +252,11 @@ class Window:
             "inputs": self.inputs.facts(),
             "overlapping": self.copies.overlapping(alive, model),
         }
+
+    def _averages(self, alive: list[Any]) -> dict[str, Any]:
+        found = averages(alive)
+        self.copies.mixed.quiet = bool(found["mixed"] or found["aliased"])
+        return found
 
     def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:
         """What became of what was loaded, and of what is kept to be loaded."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.copies import AverageFacts
 from prepkit.facts.inputs import InputFacts
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
@@ -274,6 +275,7 @@ class WindowFacts:
     overlapping: tuple[tuple[str, str], ...] = ()
     """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""
     following: tuple[Following, ...] = ()
+    averages: AverageFacts = AverageFacts()
     never_updated: tuple[str, ...] = ()
     """Classes of averages that no line of the program updates."""
     communicates: str = ""

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
+from prepkit.facts.copies import AverageFacts
 from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
@@ -376,6 +377,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.average-follows": evolve(
         FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
+    "run.average-itself": evolve(FINE, window=WindowFacts(averages=AverageFacts(itself=("train.py:9",)))),
     "run.targets-alike": evolve(
         FINE,
         window=WindowFacts(

@@ -57,7 +57,7 @@ WARNINGS = _ids(
         "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost drawn-without-graph "
         "schedule-idle ticked-by-pass "
         "loss-divided clipped-late gathered-apart unwaited loss-kept pairs-misplaced "
-        "skip-kept new-tokens-frozen judged-alike",
+        "skip-kept new-tokens-frozen judged-alike average-itself",
     }
 )
 """What is said, and refuses nothing."""
