@@ -28,17 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from prepkit.auditing import looks
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import (
-    FIRST,
-    PUT_AROUND,
-    SCRIPTS,
-    FirstStep,
-    ScriptLooks,
-    behind_closure,
-    everywhere,
-    put_around,
-)
+from prepkit.auditing.looks import FIRST, PUT_AROUND, FirstStep, ScriptLooks, behind_closure, everywhere, put_around
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -222,11 +214,11 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
-    SCRIPTS.append(script)
+    looks.SCRIPTS.append(script)
     try:
         yield
     finally:
-        SCRIPTS.pop()
+        looks.SCRIPTS.pop()
         sys.argv, sys.path[:] = argv, path
 
 
