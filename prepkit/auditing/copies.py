@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.mixed import Mixed
+from prepkit.auditing.mixed import SelfAverages
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.values import Following
 from prepkit.objects.names import named_parameters
@@ -65,7 +65,7 @@ class Followed:
 class Copies:
     """Looks inside ``on()`` at copies of weights before each step."""
 
-    mixed: Mixed = field(factory=Mixed)
+    mixed: SelfAverages = field(factory=SelfAverages)
     _followed: dict[int, Followed | None] = field(factory=dict)
     """By optimizer; None: nothing of it shows what an average does."""
     _told: dict[int, float] = field(factory=dict)

@@ -21,7 +21,7 @@ MOST_LINES = 64
 
 
 @define(eq=False)
-class Mixed:
+class SelfAverages:
     """Listens inside ``on()`` to the averages that a program makes in place."""
 
     quiet: bool = False

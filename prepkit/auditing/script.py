@@ -192,8 +192,7 @@ def without_batches(empty: list[DataLoader[Any]]) -> tuple[Finding, ...]:
 
 def told(script: str, error: Exception, step: str = FIRST) -> str:
     """The traceback as Python shows it for the script alone, and what it means."""
-    frames = error.__traceback__
-    inside = frames
+    inside = frames = error.__traceback__
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
