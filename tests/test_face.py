@@ -28,6 +28,8 @@ INNER = {
     "FirstStep": "ends a script inside prepkit audit",
     "HalfDone": "raised by a handler for the interpreter, which reports it in ApplyHalted",
     "HeaderError": "becomes a finding or the cause of an ApplyHalted",
+    "DoesNotFit": "goes from a process of a trial to who has started it, who refuses by name",
+    "ProcessDied": "documented as RuntimeError",
     "CannotReplay": "becomes a finding",
     "CannotStep": "becomes a finding",
     "RanksApart": "ends a script inside prepkit audit",

@@ -91,9 +91,11 @@ def apply(
             log_file.append(log, plan, applied.attestation, now())
     ready = prepared(applied)
     if prove:
+        from prepkit.auditing.looks import SCRIPTS
         from prepkit.proving.live import prove_windows
 
-        prove_windows(ready, prove)
+        if not SCRIPTS:  # else prepkit audit runs the program, and proves it where it is asked to
+            prove_windows(ready, prove)
     return ready
 
 
@@ -155,12 +157,17 @@ def prove(
     batch; without it a model returns its loss. Both it and the model are pickled, and hooks of its parameters, whose
     gradients are named and not compared. ``model`` stays as it is.
 
-    Raises ``ValueError`` for too few batches, for one without a tensor that the model does not take, for a loss that
-    returns no number, and for what cannot be pickled; ``TypeError`` for batches that are no list, and for a loss that
-    does not take both; ``PlanRejected`` where there is no such plan for these processes; and what a process raises, as
-    torch's ``ProcessRaisedException``.
+    Raises ``ValueError`` for too few batches, for one that the model does not take, for a loss that returns no number,
+    for what raises where it is called, and for what cannot be pickled; ``TypeError`` for batches that are no list, for
+    a loss that does not take both, and for ``processes`` that are no number of them; ``PlanRejected`` where there is no
+    such plan for these processes or this model; ``RunRefused`` for what a rule refuses as the window runs, such as a
+    loss that is NaN; and ``RuntimeError`` where a process dies.
     """
     a_plan(plan)
+    if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
+        raise TypeError(
+            f"processes={processes!r:.40} is no number of processes; write processes=2 for two of them here"
+        )
     needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm

@@ -348,6 +348,18 @@ def memory_of(param: Tensor) -> tuple[StorageWeakRef, int, int] | None:
     return storage, int(part.storage_offset()), part._version
 
 
+def stand() -> None:
+    """Hears of all steps. None can be put on inside of one, while torch goes through its hooks."""
+    if not _HANDLES:
+        _HANDLES.extend((register_optimizer_step_pre_hook(_begins), register_optimizer_step_post_hook(_stepped)))
+
+
+def lets_go() -> None:
+    """Hears of none, where nobody follows any."""
+    while _HANDLES and not _FOLLOWING:
+        _HANDLES.pop().remove()
+
+
 @define(eq=False)
 class KeptGradients:
     """Follows what becomes of gradients once they were stepped: cleared, added to, or stepped by another optimizer.
@@ -373,16 +385,14 @@ class KeptGradients:
         if not _is_followed(torch.autograd.backward):
             _BACKWARD[:] = [torch.autograd.backward]
             torch.autograd.backward = _followed
-        if not _HANDLES:
-            _HANDLES.extend((register_optimizer_step_pre_hook(_begins), register_optimizer_step_post_hook(_stepped)))
+        stand()
 
     def close(self) -> None:
         """End, as ``SampledEpochs.close`` does."""
         _FOLLOWING.discard(self)
         if not _FOLLOWING and torch.autograd.backward is _followed:
             torch.autograd.backward = _BACKWARD[0]
-        while _HANDLES and not _FOLLOWING:
-            _HANDLES.pop().remove()
+        lets_go()
 
     def backward_begins(self) -> None:
         """Forget what was cleared or written since it was stepped, or since the last backward."""

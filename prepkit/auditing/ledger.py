@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from heapq import nsmallest
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,10 @@ from prepkit.observe.prepared.instead import around_calls
 
 AGAIN = 3
 """So many optimizers of one line say that it makes one for each step."""
+_STEPS = str(Path(torch.optim.__file__).parent / "lbfgs")
+"""The file of the optimizer that calls its closure several times for one step."""
+MOST_STEPS = 2
+"""Of an optimizer that is made for a step, or for one and another; those of stages take more."""
 MOST = 512
 """Backwards that are followed."""
 
@@ -87,8 +93,8 @@ class Ledger:
     """Optimizers."""
     _made_at: weakref.WeakKeyDictionary[Any, str] = field(factory=weakref.WeakKeyDictionary)
     """The line that has made each."""
-    _begun: Counter[tuple[str, str, frozenset[int]]] = field(factory=Counter)
-    """Optimizers of one line over the same parameters that have begun to step, by line, class and parameters."""
+    _begun: defaultdict[tuple[str, str, frozenset[int]], list[int]] = field(factory=partial(defaultdict, list))
+    """Steps of each optimizer of one line over the same parameters, by line, class and parameters."""
     _gone: Counter[int] = field(factory=Counter)
     """Backwards whose gradients were cleared somewhere."""
     _suspected: list[tuple[Any, int, tuple[str, str]]] = field(factory=list)
@@ -149,13 +155,21 @@ class Ledger:
             self._gone.update(one.looks())
 
     def _made_again(self, optimizer: Any) -> tuple[str, str]:
-        """Class and line of an optimizer that has state, and is the third of its line that begins to step the same."""
+        """Class and line of an optimizer that has state, and begins to step the same as others of its line.
+
+        The last two of which have hardly stepped: those of stages last longer.
+        """
         begun = any(turn.optimizer() is optimizer for turn in self._turns)
-        if begun or not (line := self._made_at.get(optimizer, "")) or not _remembers(optimizer):
+        key = "", type(optimizer).__name__, frozenset(id(one.param) for one in self._entries.get(optimizer, ()))
+        if not (line := self._made_at.get(optimizer, "")) or not _remembers(optimizer) or not key[2]:
             return "", ""
-        key = line, type(optimizer).__name__, frozenset(id(one.param) for one in self._entries.get(optimizer, ()))
-        self._begun[key] += bool(key[2])
-        return (key[1], line) if self._begun[key] == AGAIN else ("", "")
+        steps = self._begun[(line, *key[1:])]
+        if begun and steps:
+            steps[-1] += 1
+            return "", ""
+        steps.append(1)
+        anew = len(steps) >= AGAIN and max(steps[-AGAIN:-1]) <= MOST_STEPS
+        return (key[1], line) if anew else ("", "")
 
     def _of_other_turns(self, optimizer: Any, parts: list[int]) -> Iterator[tuple[str, str]]:
         """Those of losses that another optimizer has stepped, before the last loss, which is of this one alone."""
@@ -222,7 +236,8 @@ class Ledger:
             self._looks()
         result = plain(*given, **named)
         frames = list(frames_above(__file__))
-        self._went.append(_Went(line_of_program(frames), tuple(lines_of_program(frames))))
+        closes = any(one.f_code.co_filename.startswith(_STEPS) for one in frames)  # of a step that asks again and again
+        self._went.append(_Went(line_of_program(frames), () if closes else tuple(lines_of_program(frames))))
         for one in self._followed():
             if (now := memory_of(one.param)) != one.memory:
                 one.memory, one.by_hand = now, False

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field
+from torch import nn
 
+from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
+from prepkit.facts.phases import PhaseFacts
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
-from prepkit.findings import Finding
+from prepkit.findings import Finding, Severity
 from prepkit.ranks.arrivals import Arrivals
 from prepkit.ranks.world import world
 from prepkit.rules import by_id, due
 from prepkit.rules.rule import Moment, Need, findings_of
+
+if TYPE_CHECKING:  # which reads frames, and is large
+    from prepkit.auditing.window import Window
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
-    *("skip-kept", "new-tokens-frozen", "judged-alike"),
+    *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
+    *("drawn-without-graph", "scheduler-elsewhere", "average-itself"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
+
+SCRIPTS: list[str] = []
+"""Scripts that run under an audit, which proves them where it is asked to: they are not to prove themselves too."""
 
 
 class FirstStep(BaseException):
@@ -53,9 +64,18 @@ class ScriptLooks:
     """The last one, which is not taken."""
     found: Audit | None = None
     watched: DriftWatch = field(init=False)
+    _taken_over: bool = field(default=False, init=False)
+    """Whether another optimizer steps what the first one did."""
 
     def __attrs_post_init__(self) -> None:
         self.watched = DriftWatch(every=1, share=1.0, act=self._adds)
+        if self.steps > 1:
+            stand()
+
+    def close(self) -> None:
+        """Looks no more."""
+        self.watched.close()
+        lets_go()
 
     @property
     def last(self) -> str:
@@ -73,19 +93,29 @@ class ScriptLooks:
         self.watched.start(live.model, live.optimizers, live.scheduler, apart=own)
         stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
 
-    def other(self, found: Audit, *, led: bool) -> None:
+    def other(self, found: Audit, *, heard: Window) -> None:
         """Takes what is wrong with the gradients of another optimizer, before its own first step.
 
-        ``led``: whether something has gone backward since the step before it; several may step behind one backward,
-        of whose batch some have no part.
+        Of several that step behind one backward some may have no part in its batch. Where a training of its own
+        begins, all is taken.
         """
+        assert self.found is not None
+        led, anew = heard.ledger.led, heard.phases.begins_anew
         root = found.facts.model.classes[found.facts.model.modules[0].cls].name
-        told = (one for one in found.findings if one.rule in OF_GRADIENTS and (led or one.rule != NOTHING))
-        self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told))
+        told = [one for one in found.findings if one.rule in OF_GRADIENTS and (led or one.rule != NOTHING)]
+        if anew:
+            known = {(one.rule, one.where, one.what) for one in self.found.findings}
+            told = [one for one in found.findings if (one.rule, one.where, one.what) not in known]
+            told = [one for one in told if one.severity is not Severity.NOTE]
+            second = f"{root}, which {found.facts.optimizers[0].name} trains behind it"
+            self.found = evolve(self.found, beside=(*self.found.beside, second))
+        when = f"Before its first step, behind step {self.watched.steps}" if anew else ""
+        self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told), when)
 
     def later(self, told: dict[str, Any]) -> None:
         """Takes what a window has heard before a later step of any optimizer."""
         assert self.found is not None
+        self._taken_over = told.get("phases", PhaseFacts(taken_over=self._taken_over)).taken_over
         if any(one.rule == NOTHING for one in self.found.findings):
             told = {**told, "unled": ()}
         if any(told.values()):
@@ -104,19 +134,30 @@ class ScriptLooks:
         if self.watched.steps >= self.steps:
             self.arrivals.leaves(LOOKED, self._stop)
 
-    def _adds(self, findings: tuple[Finding, ...]) -> None:
+    def _adds(self, findings: tuple[Finding, ...], when: str = "") -> None:
         assert self.found is not None
         known = {(one.rule, one.where) for one in self.found.findings}
-        alone = self.found.live is None or self.found.live.scheduler is None  # nothing drives an optimizer that rests
+        rests = self.found.live is None or self.found.live.scheduler is None  # nothing drives an optimizer that rests
+        alone = rests or self._taken_over
         new = (one for one in findings if (one.rule, one.where) not in known)
         new = (one for one in new if not (alone and one.rule == "run.drift-unstepped"))
-        told = tuple(evolve(one, what=f"In step {self.watched.steps}: {one.what}") for one in new)
+        told = tuple(evolve(one, what=f"{when or f'In step {self.watched.steps}'}: {one.what}") for one in new)
         self.found = evolve(self.found, findings=self.found.findings + told)
 
     def _stop(self) -> None:
         if self.found is not None and (self.arrivals.alone or self.steps > 1):
             self.found = everywhere(self.found)
         raise FirstStep
+
+
+PUT_AROUND: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""What an audit has put around the models of a program; none of that is a model."""
+
+
+def put_around(module: nn.Module) -> nn.Module:
+    """The module, which is of these from now on."""
+    PUT_AROUND.add(module)
+    return module
 
 
 def everywhere(found: Audit) -> Audit:

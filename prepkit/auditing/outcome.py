@@ -34,6 +34,9 @@ class Audit:
     """Whether the window that ends with this step is proven beside it."""
     steps: int = 1
     """The step before which it looked last: behind the first, a watch has looked before each."""
+    beside: tuple[str, ...] = ()
+    """Models that are trained behind the first one, each with what trains it: it was looked at before its first step.
+    """
     live: RunningLook | None = field(default=None, eq=False, repr=False)
     """What ``drift`` looks at again; None where nothing live was looked at."""
 
@@ -86,7 +89,10 @@ class Audit:
         )
         counts = Counter(why for _, why in self.unasked)
         unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]
-        return "\n".join((_head(self.facts), *(said or fine), *(["cannot know here:"] if unknown else ()), *unknown))
+        beside = [f"looked at before its first step alone: {one}" for one in self.beside]
+        return "\n".join(
+            (_head(self.facts), *(said or fine), *beside, *(["cannot know here:"] if unknown else ()), *unknown)
+        )
 
 
 def _head(facts: RunFacts) -> str:

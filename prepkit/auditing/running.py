@@ -33,7 +33,8 @@ from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.model import dtype_name
-from prepkit.observe.prepared.around import averages_weights, local_sgd
+from prepkit.observe.prepared.around import local_sgd
+from prepkit.observe.prepared.averaging import averages_weights
 from prepkit.observe.prepared.optimizers import as_rate, inner, options, prepared_optimizer, short_digest, unlike
 from prepkit.ranks.world import world
 from prepkit.rules import due

@@ -28,8 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from prepkit.auditing import looks
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, FirstStep, ScriptLooks, behind_closure, everywhere
+from prepkit.auditing.looks import FIRST, PUT_AROUND, FirstStep, ScriptLooks, behind_closure, everywhere, put_around
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -40,7 +41,8 @@ from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
-from prepkit.observe.prepared.optimizers import engines, inner, lent
+from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
+from prepkit.observe.prepared.schedules import steps_its_own
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
 from prepkit.ranks.world import world
@@ -95,7 +97,7 @@ def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
     except FirstStep:
         pass
     finally:
-        looks.watched.close()
+        looks.close()
     looks.arrivals.lets_go()
     return looks.found
 
@@ -126,7 +128,7 @@ def audited_at_first_step(
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
-        tell = heard if others is None or first else partial(others.other, led=window.ledger.led)
+        tell = heard if others is None or first else partial(others.other, heard=window)
         tell(everywhere(found) if asks else found)
 
     with window.on():
@@ -190,8 +192,7 @@ def without_batches(empty: list[DataLoader[Any]]) -> tuple[Finding, ...]:
 
 def told(script: str, error: Exception, step: str = FIRST) -> str:
     """The traceback as Python shows it for the script alone, and what it means."""
-    frames = error.__traceback__
-    inside = frames
+    inside = frames = error.__traceback__
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
@@ -212,9 +213,11 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
+    looks.SCRIPTS.append(script)
     try:
         yield
     finally:
+        looks.SCRIPTS.pop()
         sys.argv, sys.path[:] = argv, path
 
 
@@ -379,6 +382,7 @@ def _is_of_a_loop(cls: type) -> bool:
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
     """Modules with parameters that stand in no other one."""
+    modules = [module for module in modules if module not in PUT_AROUND]
     inside = {id(child) for module in modules for child in module._modules.values() if child is not None}
     return [module for module in modules if id(module) not in inside and next(module.parameters(), None) is not None]
 
@@ -410,10 +414,10 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
     loose = [slots[key] for key in slots if key in live - known and (rests or isinstance(slots[key], nn.Parameter))]
     loose = [one for one in loose if not any(lent(one, part) for part in parts.values())]
     if loose:
-        beside = nn.Module()
-        beside._parameters.update((str(at), one) for at, one in enumerate(loose))
+        beside = put_around(nn.Module())
+        beside._parameters.update(named_as_program(loose))
         parts[_free("beside", parts)] = beside
-    return next(iter(parts.values())) if len(parts) == 1 else nn.ModuleDict(parts)
+    return next(iter(parts.values())) if len(parts) == 1 else put_around(nn.ModuleDict(parts))
 
 
 def _held_around(model: nn.Module, roots: list[nn.Module], slots: Collection[int]) -> nn.Module:
@@ -447,13 +451,11 @@ def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:
     within = {id(part) for one in every for part in getattr(one, "_schedulers", ())}
     outer = [one for one in every if id(one) not in within]
     driving = [one for one in outer if any(inner(one.optimizer) is optimizer for optimizer in optimizers)]
-    chosen = driving or (outer if len(outer) == 1 else [])
-    if not chosen:
-        return None
-    owners = gc.get_referrers(chosen[-1])
+    chosen = driving or (outer if len(outer) == 1 and not steps_its_own(outer[0]) else [])
+    owners = gc.get_referrers(chosen[-1]) if chosen else ()
     holders = (one for owner in owners for one in (owner, *(gc.get_referrers(owner) if type(owner) is dict else ())))
     wrappers = (one for one in holders if type(one).__name__ == "AcceleratedScheduler")
-    return next(wrappers, chosen[-1])
+    return next(wrappers, chosen[-1] if chosen else None)
 
 
 def _loaders(alive: list[Any]) -> list[Any]:

@@ -42,6 +42,8 @@ SAVED = ("_saved_mat2", "_saved_self", "_saved_other", "_saved_tensors", "_saved
 """Where a node of a graph keeps what it was given."""
 SUMS = ("Sum", "Add", "Stack", "Cat", "Sub")
 """What a mean that is taken by hand divides, as well as a micro-batch's loss."""
+MOST_PARTS = 8
+"""Gathered parts that are remembered."""
 SAMPLE = 64
 """Numbers of a gathered tensor that are compared."""
 MOST_NODES = 400
@@ -96,6 +98,9 @@ class SharedWork:
     """Whether graphs may keep something else than what they were given, as checkpoints do, which compute anew."""
     _gathers: list[_Gathered] = field(factory=list)
     """Since the last backward."""
+    _parts: list[tuple[int, Tensor]] = field(factory=list)
+    """Rows of what this rank has last given to be gathered, and its numbers at some places."""
+    _misplaced: dict[tuple[str, int, int], None] = field(factory=dict)
     _apart: dict[tuple[str, int], None] = field(factory=dict)
     _begun: list[_Begun] = field(factory=list)
     _marks: list[tuple[int, weakref.ref[_Mark]]] = field(factory=list)
@@ -115,6 +120,7 @@ class SharedWork:
                     stack.enter_context(around_calls(home, name, self._clips))
             for name in GATHERS:
                 stack.enter_context(around_calls(distributed_c10d, name, self._gathered, also=dist))
+            stack.enter_context(around_calls(torch.nn.functional, "cross_entropy", self._compares))
             for name in REDUCES:
                 stack.enter_context(around_calls(distributed_c10d, name, partial(self._reduces, name), also=dist))
             stack.enter_context(around_calls(torch.autograd.graph.saved_tensors_hooks, "__enter__", self._hooks))
@@ -131,6 +137,7 @@ class SharedWork:
             twice=self._twice,
             clipped_late=("", "") if self._clipped else _clips_behind(frames),
             gathered=tuple(self._apart),
+            misplaced=tuple(self._misplaced),
             unwaited=tuple(self._unwaited()),
             kept=tuple(self._kept(frames)),
         )
@@ -172,9 +179,19 @@ class SharedWork:
         into = given[0] if given else next(iter(named.values()))
         part: Any = given[1] if len(given) > 1 else named.get("tensor", named.get("input_tensor"))
         inside = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
-        if result is None and not inside and torch.is_grad_enabled() and _is_plain(part):
-            self._takes_down(into, part)
+        if result is None and not inside and _is_plain(part):
+            self._parts = [*self._parts, (len(part), _sampled(part))][-MOST_PARTS:] if part.dim() > 1 else self._parts
+            if torch.is_grad_enabled():
+                self._takes_down(into, part)
         return result
+
+    def _compares(self, plain: Any, *given: Any, **named: Any) -> Any:
+        if self._parts and not torch.compiler.is_compiling():
+            outputs, targets = [*given, *(named[one] for one in ("input", "target") if one in named)][:2]
+            if type(outputs) is Tensor and outputs.grad_fn is not None and outputs.dim() == 2:
+                for told, own in _columns(outputs, targets, self._parts):
+                    self._misplaced[line_of_program(frames_above(__file__)), told, own] = None
+        return plain(*given, **named)
 
     def _takes_down(self, into: Any, part: Tensor) -> None:
         frames = list(frames_above(__file__))
@@ -358,25 +375,61 @@ def _has_graph(part: Tensor, frames: list[FrameType]) -> bool:
 
 def _saved(node: Any) -> Iterator[Tensor]:
     """What the nodes of a graph keep that has no graph itself."""
-    for one in _graph(node, MOST_NODES):
-        for name in SAVED:
-            try:
-                held = getattr(one, name, None)
-            except RuntimeError:  # it was freed
-                continue
-            if type(held) is Tensor and not held.requires_grad and held.is_floating_point():
-                yield held
+    return (held for one in _graph(node, MOST_NODES) for held in _kept_by(one) if not held.requires_grad)
+
+
+def _kept_by(node: Any) -> Iterator[Tensor]:
+    for name in SAVED:
+        try:
+            held = getattr(node, name, None)
+        except RuntimeError:  # it was freed
+            continue
+        if type(held) is Tensor and held.is_floating_point():
+            yield held
+
+
+def _sampled(part: Tensor) -> Tensor:
+    """Its numbers at some places."""
+    flat = part.detach().flatten()
+    return flat[torch.linspace(0, len(flat) - 1, SAMPLE, dtype=torch.float64).long().to(flat.device)]
+
+
+def _columns(outputs: Tensor, targets: Any, parts: list[tuple[int, Tensor]]) -> Iterator[tuple[int, int]]:
+    """The column at which targets begin and that at which the rank's own samples do, where these are not the same."""
+    rows, columns = outputs.shape
+    told = targets[0].item() if type(targets) is Tensor and targets.dim() == 1 and len(targets) == rows > 1 else None
+    if not isinstance(told, int) or told % rows or columns % rows or columns == rows:
+        return
+    if not bool((targets == torch.arange(told, told + rows, device=targets.device)).all()):
+        return
+    held = (one for node in _graph(outputs.grad_fn, NEAREST) for one in _kept_by(node) if columns in one.shape[-2:])
+    for one in held:
+        flat = _in_storage(one)
+        blocks = () if flat is None else flat.view(columns // rows, -1)
+        own = [
+            at
+            for at, block in enumerate(blocks)
+            for length, numbers in parts
+            if length == rows and bool((_sampled(block) == numbers).all())
+        ]
+        if own and told not in [at * rows for at in own]:
+            yield told, own[0] * rows
+            return
 
 
 def _holds(tensor: Tensor, gathered: _Gathered) -> bool:
     """Whether the storage of a tensor holds what was gathered, the own part included."""
     if tensor.numel() != gathered.numel or tensor.dtype != gathered.numbers.dtype:
         return False
-    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + gathered.numel) * tensor.element_size():
-        return False
-    with torch.no_grad():
-        flat = tensor.as_strided((gathered.numel,), (1,), tensor.storage_offset())
-        return bool((flat[gathered.places.to(flat.device)] == gathered.numbers.to(flat.device)).all())
+    flat = _in_storage(tensor)
+    return flat is not None and bool((flat[gathered.places.to(flat.device)] == gathered.numbers.to(flat.device)).all())
+
+
+def _in_storage(tensor: Tensor) -> Tensor | None:
+    """As many numbers as it has, as they lie in its storage; None: there are fewer, as where it was expanded."""
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.element_size():
+        return None
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def _begins(tensor: Tensor) -> tuple[int, int]:

@@ -18,6 +18,8 @@ from prepkit.observe.prepared.around import is_of_library, known, name_of, nodes
 MOST_TERMS = 32
 MOST_DEEP = 6
 """Names of names that are followed."""
+MOST_HELD = 64
+"""Of a list, such as one of log-probabilities, that are looked at."""
 MOST_VALUES = 1 << 16
 """Of a divergence that is averaged in the loss."""
 CLOSED = 48
@@ -236,6 +238,7 @@ def _is_constant(frame: FrameType, node: ast.expr) -> bool:
     reached = {id(inside) for one in ast.walk(node) if _cuts(one) for inside in ast.walk(one)}
     outside = [one for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in reached]
     values = [known(frame, one) for one in outside]
+    values += [each for one in values if isinstance(one, list | tuple) for each in one[:MOST_HELD]]
     grows = any(isinstance(one, nn.Module) or (isinstance(one, Tensor) and one.requires_grad) for one in values)
     return bool(reached) and not grows and not any(isinstance(one, ast.Call) for one in ast.walk(node) if _loose(one))
 

@@ -71,6 +71,7 @@ class Terms:
     constants: dict[ConstantTerm, None] = field(factory=dict)
     divergences: dict[OddDivergence, None] = field(factory=dict)
     masked: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
+    undone: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
     dropped: dict[Dropped, None] = field(factory=dict)
     half_mixed: dict[HalfMixed, None] = field(factory=dict)
 
@@ -91,6 +92,7 @@ class Terms:
             constants=tuple(self.constants),
             divergences=tuple(self.divergences),
             masked=tuple(self.masked),
+            undone=tuple(self.undone),
             dropped=tuple(self.dropped),
             half_mixed=tuple(self.half_mixed),
         )
@@ -133,6 +135,7 @@ class Terms:
         if not self._hooked:
             shapes = (_shape(one) for one in every if name_of(one) in ("Min", "Max") and _takes_masked(one))
             self.masked |= {(line, shape): None for shape in shapes}
+        self.undone |= {(line, _shape(one)): None for one in every if name_of(one) == "Add" and _takes_off(one)}
         spread = world().size > 1
         if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
             for term in terms:
@@ -271,6 +274,20 @@ def _masked(node: Any) -> Tensor | None:
             mask = node._saved_mask
             return mask if isinstance(mask, Tensor) else None
     return None
+
+
+# --- a value in the place of another ---
+
+
+def _takes_off(node: Any) -> bool:
+    """Return whether it is ``x + (y - x)``, of which ``x`` gets no gradient."""
+    edges = node.next_functions
+    whole = getattr(node, "_saved_alpha", 1) == 1
+    for added, rest in (edges, edges[::-1]) if len(edges) == 2 and whole else ():
+        other = rest[0]
+        if added[0] is not None and name_of(other) == "Sub" and getattr(other, "_saved_alpha", 1) == 1:
+            return bool(other.next_functions[1:] == (added,))
+    return False
 
 
 # --- a term that cancels ---

@@ -165,7 +165,7 @@ def _of_call(said: ast.Call, scope: Scope, trains: Trains, depth: int) -> Way:
     elif function is None and not hasattr(builtins, name):
         raise Unknown
     way = _joined(ways)
-    bare = name == "grad" and not any(one.arg in ("create_graph", None) for one in said.keywords) and len(given) < 5
+    bare = name == "grad" and not any(one.arg in ("create_graph", None) for one in said.keywords) and len(said.args) < 5
     if way.arrives and not way.lost and (bare or name in STEPS):
         return Way(arrives=True, lost="torch.autograd.grad(...) without create_graph=True" if bare else f"{name}()")
     return way

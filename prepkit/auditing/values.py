@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import ast
+import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
-from prepkit.facts.values import Permuted, ValueFacts
+from prepkit.facts.values import LostSums, Permuted, ValueFacts
 from prepkit.observe.prepared.around import (
     Line,
     frames_above,
     innermost,
+    is_foreign,
     is_of_library,
     line_of_program,
     lines_of_program,
+    name_of,
     nodes,
     own_frames,
     parsed,
 )
 from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.modules import generator
 
 RESHAPES = ("view", "reshape")
 CASTS = ("long", "int", "short", "char", "byte", "to", "type")
@@ -45,9 +50,30 @@ MOST_CLASSES = 255
 """Of masks that are pictures themselves are as many levels, and no classes."""
 MOST_BLENDED = 16
 """Blends that are kept."""
+MOST_INDICES = 1 << 16
+"""Of the places that are written at once."""
+LOOKS = 3
+"""In so many steps one behind the other a line seeds with one number before it is said to do so in each."""
+MOST_PAIRS = 64
+"""Values for one place that are compared with each other."""
+COUNTED = re.compile(r"count|hist|freq|num|deg|usage|load", re.IGNORECASE)
+"""Of tables to which 1 is added names that say that they count."""
 CallPlace = tuple[CodeType, int]
 """One call in the text of a program: of several in a line each is another."""
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 NOTHING = Permuted(line="", function="", before=(), after=())
+
+
+@frozen(eq=False)
+class _Seeded:
+    """A number that torch was seeded with."""
+
+    seed: int
+    stands: list[Line]
+    looks: tuple[int, ...]
+    """Before which looks it was."""
+    state: tuple[float, ...]
+    """Of generators, just behind it."""
 
 
 @define(eq=False)
@@ -62,8 +88,10 @@ class Computing:
     """Means of whole numbers, of which most are none."""
     _blended: dict[str, None] = field(factory=dict)
     """Lines that make whole numbers of these."""
-    _seeds: dict[str, tuple[int, list[Line]]] = field(factory=dict)
-    """By line of the program the last number that it has seeded torch with, and where it stands."""
+    _lost: dict[CallPlace, LostSums] = field(factory=dict)
+    _seeds: dict[str, _Seeded] = field(factory=dict)
+    """By line of the program."""
+    _looks: int = 0
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -76,30 +104,41 @@ class Computing:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
             stack.enter_context(around_calls(nn.functional, "interpolate", self._interpolates))
+            stack.enter_context(around_calls(Tensor, "__setitem__", self._sets))
             yield
 
     def facts(self) -> ValueFacts:
         """What was heard so far."""
+        self._looks += 1
         return ValueFacts(
             permuted=tuple(one for one in self._shapes.values() if one is not None),
             emptied=tuple(one for one in self._emptied.values() if one is not None),
             reseeded=tuple(self._reseeded()),
             not_called=tuple(_not_called()),
             blended=tuple(self._blended),
+            lost_sums=tuple(self._lost.values()),
         )
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
         frames = list(frames_above(__file__))
-        if isinstance(seed, int):
-            self._seeds[line_of_program(frames)] = seed, lines_of_program(frames)
-        return plain(seed, *given)
+        seeded, line = plain(seed, *given), line_of_program(frames)
+        asked = any(str(one.f_globals.get("__name__")).startswith("torch.optim.") for one in frames)  # of a closure
+        if isinstance(seed, int) and not asked and not torch.compiler.is_compiling():
+            known = self._seeds.get(line)
+            looks = known.looks if known is not None and known.seed == seed else ()
+            stands, at = lines_of_program(frames), (*looks[-LOOKS:], self._looks)
+            self._seeds[line] = _Seeded(seed, stands, at, _random_states())
+        return seeded
 
     def _reseeded(self) -> Iterator[tuple[str, int]]:
-        """Lines that seed in each step with one number that is written out, and that nobody has put back since."""
+        """Lines that seed in each step with one number, which nobody has put back since, and what is drawn by then."""
         now = lines_of_program(frames_above(__file__))
-        for line, (seed, stands) in self._seeds.items():
-            if torch.initial_seed() == seed and stands and _as_often(stands, now) and _is_written_out(stands[0], seed):
-                yield line, seed
+        drawn = _random_states()
+        for line, one in self._seeds.items():
+            if torch.initial_seed() == one.seed and one.stands and one.state != drawn:
+                last = {self._looks - 1 - at for at in range(LOOKS)}
+                if last <= {*one.looks} or (_as_often(one.stands, now) and _is_fixed(one.stands, now)):
+                    yield line, one.seed
 
     def _reshapes(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         result = plain(*given, **named)
@@ -140,6 +179,31 @@ class Computing:
             self._blends.append(weakref.ref(result))
         return result
 
+    def _sets(self, plain: Any, *given: Any) -> Any:
+        if not torch.compiler.is_compiling() and type(given[0]) is Tensor and type(given[-1]) is Tensor:
+            written = _written(given[0], given[1])
+            if written is not None and torch._C._functorch.maybe_current_level() is None:
+                self._writes(given[0], given[1], given[2], written)
+        return plain(*given)
+
+    def _writes(self, tensor: Tensor, index: Any, value: Tensor, written: _Written) -> None:
+        """Looks for several values of one place, each a sum with what stood there, of which one is kept."""
+        frame = next((one for one in frames_above(__file__) if not is_foreign(one.f_code.co_filename)), None)
+        if frame is None or tensor.is_meta or self._looked[place := _place(frame)] >= MOST_LOOKS or place in self._lost:
+            return
+        self._looked[place] += 1
+        if (said := _said_sum(frame)) is None:
+            return
+        with torch.no_grad():
+            first, second = written.repeats()
+            if not len(first) or value.shape != written.shape(tensor):
+                return
+            one, other = (written.rows(value, some[:MOST_PAIRS]) for some in (first, second))
+            added = one - written.rows(tensor[index], first[:MOST_PAIRS]) if COUNTED.search(said[0]) else None
+            if bool((one != other).any()) or (added is not None and bool((added == 1).all())):
+                line, instead = line_of_program([frame]), written.adds(*said)
+                self._lost[place] = LostSums(line=line, said=said[2], repeats=len(first), instead=instead)
+
     def _cast(self, name: str, tensor: Tensor) -> None:
         frame = _caller()
         if frame is None or tensor.numel() < FEWEST or tensor.is_meta:
@@ -149,6 +213,95 @@ class Computing:
             self._looked[place] += 1
             told = (line_of_program([frame]), name) if _become_nothing(tensor.detach()) else None
             self._emptied[place] = told
+
+
+@frozen(eq=False)
+class _Written:
+    """Places that are written at once: along ``dim``, and as many behind it as there are tensors of whole numbers."""
+
+    dim: int
+    ids: tuple[Tensor, ...]
+    """Each of one shape."""
+    sizes: tuple[int, ...]
+
+    def repeats(self) -> tuple[Tensor, Tensor]:
+        """Pairs of values that are written to one place."""
+        keys = torch.zeros_like(self.ids[0].flatten()[:MOST_INDICES], dtype=torch.long)
+        for ids, size in zip(self.ids, self.sizes, strict=True):
+            keys = keys * size + ids.flatten()[:MOST_INDICES].long() % size
+        order = keys.argsort()
+        same = keys[order][1:] == keys[order][:-1]
+        return order[:-1][same], order[1:][same]
+
+    def shape(self, tensor: Tensor) -> torch.Size | None:
+        """That of what is written, where all before and behind is written whole."""
+        behind = tensor.shape[self.dim + len(self.ids) :]
+        return torch.Size((*tensor.shape[: self.dim], *self.ids[0].shape, *behind))
+
+    def rows(self, value: Tensor, some: Tensor) -> Tensor:
+        """Values for these."""
+        ids = self.ids[0].dim()
+        return value.detach().flatten(self.dim, self.dim + ids - 1).index_select(self.dim, some.to(value.device))
+
+    def adds(self, target: str, added: str, said: str) -> str:
+        """What keeps all of them, as code; empty: that takes more than a line."""
+        place = ast.parse(target, mode="eval").body
+        if not isinstance(place, ast.Subscript) or len(self.ids) > 1 or self.ids[0].dim() > 1:
+            return ""
+        inside = place.slice.elts if isinstance(place.slice, ast.Tuple) else [place.slice]
+        owner, names = ast.unparse(place.value), ast.unparse(inside[self.dim])
+        minus = f"{owner}[" in said and ("-=" in said or " - " in said)
+        if added in ("1", "1.0") and len(inside) == 1:
+            return f"{owner} {'-' if minus else '+'}= torch.bincount({names}, minlength=len({owner}))"
+        return f"{owner}.index_add_({self.dim}, {names}, {added}{', alpha=-1' if minus else ''})"
+
+
+def _written(tensor: Tensor, index: Any) -> _Written | None:
+    """Places that tensors of whole numbers name one by one; None: something else is written, such as by a mask."""
+    parts = index if isinstance(index, tuple) else (index,)
+    at = next((at for at, one in enumerate(parts) if isinstance(one, Tensor)), None)
+    if at is None or any(one != slice(None) for one in parts[:at] if isinstance(one, slice)):
+        return None
+    ids = [*takewhile(lambda one: isinstance(one, Tensor), parts[at:])]
+    others = (*parts[:at], *parts[at + len(ids) :])
+    whole = all(type(one) is Tensor and one.dtype in WHOLE for one in ids)
+    if not whole or any(not isinstance(one, slice) or one != slice(None) for one in others):
+        return None
+    try:
+        spread = torch.broadcast_tensors(*ids)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None  # which the write will say itself
+    sizes = tuple(tensor.shape[at : at + len(ids)])
+    return _Written(at, spread, sizes) if spread[0].numel() > 1 and len(sizes) == len(ids) and all(sizes) else None
+
+
+def _said_sum(frame: FrameType) -> tuple[str, str, str] | None:
+    """Of ``t[i] += v``, or ``t[i] = t[i] + v``, that a frame runs: ``t[i]``, ``v`` and the whole; None: of no other.
+
+    Nor of a ``v`` that is computed from ``t``, as of an average of which each has its turn.
+    """
+    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    for one in nodes(parsed(frame.f_code.co_filename)):
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AugAssign) else []
+        for target in (each for each in targets if isinstance(each, ast.Subscript)):
+            if (target.lineno, target.end_lineno, target.col_offset, target.end_col_offset) == position:
+                return _sum_of(one, ast.unparse(target), ast.unparse(target.value))
+    return None
+
+
+def _sum_of(node: ast.AST, target: str, owner: str) -> tuple[str, str, str] | None:
+    added: ast.expr | None = None
+    match node:
+        case ast.AugAssign(op=ast.Add() | ast.Sub(), value=value):
+            added = value
+        case ast.Assign(value=ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right)):
+            if ast.unparse(left) == target:
+                added = right
+            elif ast.unparse(right) == target and isinstance(op, ast.Add):
+                added = left
+    if added is None or any(ast.unparse(one) == owner for one in ast.walk(added) if isinstance(one, ast.expr)):
+        return None
+    return target, ast.unparse(added), ast.unparse(node)
 
 
 def _become_nothing(numbers: Tensor) -> bool:
@@ -179,11 +332,86 @@ def _place(frame: FrameType) -> CallPlace:
     return frame.f_code, frame.f_lasti
 
 
-def _is_written_out(stands: Line, number: int) -> bool:
-    """Return whether a call in a line is given this number as a constant."""
-    calls = (one for one in nodes(parsed(stands[0].co_filename)) if isinstance(one, ast.Call))
-    given = (arg for one in calls if one.lineno == stands[1] for arg in one.args)
-    return any(isinstance(one, ast.Constant) and one.value == number for one in given)
+# --- seeds ---
+
+
+def _random_states() -> tuple[float, ...]:
+    return generator("cpu"), *(one.get_offset() for one in torch.cuda.default_generators)
+
+
+def _is_fixed(stands: list[Line], now: list[Line]) -> bool:
+    """Return whether the text says that a line, in a function or in one that it calls, gives one number each time."""
+    around = {code for code, line in now if innermost(code, line)[0]}
+    calls = [one for one in _on_line(stands[0]) if isinstance(one, ast.Call)]
+    seeding = [one for one in calls if "seed" in name_of(one)] or calls
+    given = [arg for one in seeding[:1] for arg in (*one.args, *(key.value for key in one.keywords))]
+    if not given or any(_may_be_left_out(one) for one in takewhile(lambda one: one[0] not in around, stands)):
+        return False
+    return _is_constant(given[0], stands)
+
+
+def _on_line(stands: Line) -> list[ast.AST]:
+    every = nodes(parsed(stands[0].co_filename))
+    return [one for one in every if getattr(one, "lineno", stands[1] + 1) <= stands[1] <= getattr(one, "end_lineno", 0)]
+
+
+def _may_be_left_out(stands: Line) -> bool:
+    """Return whether a line of a function stands under an ``if``."""
+    return any(isinstance(one, ast.If) and one.lineno >= stands[0].co_firstlineno for one in _on_line(stands))
+
+
+def _is_constant(node: ast.expr, stands: list[Line]) -> bool:
+    """Return whether an expression is the same number each time that these lines run, each of which calls the last."""
+    match node:
+        case ast.Constant():
+            return True
+        case ast.BinOp(left=left, right=right):
+            return _is_constant(left, stands) and _is_constant(right, stands)
+        case ast.Call(args=[]) if name_of(node) == "get_rank":
+            return True
+        case ast.Attribute(attr=name):
+            return not any(name == one.attr for one in _stored(stands) if isinstance(one, ast.Attribute))
+        case ast.Name(id=name):
+            maker = _function_of(stands[0])
+            if maker is not None and name in [one.arg for one in (*maker.args.args, *maker.args.kwonlyargs)]:
+                given = _given_for(name, maker, stands)
+                return given is not None and _is_constant(given, stands[1:] or stands)
+            return not any(name == one.id for one in _stored(stands) if isinstance(one, ast.Name))
+    return False
+
+
+def _stored(stands: list[Line]) -> Iterator[ast.AST]:
+    """What a file writes to in its loops, or in methods but for the one that begins."""
+    for one in nodes(parsed(stands[0][0].co_filename)):
+        is_method = isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "main")
+        if isinstance(one, ast.For | ast.While) or is_method:
+            for inside in ast.walk(one):
+                written = isinstance(getattr(inside, "ctx", None), ast.Store)
+                if written and (not is_method or isinstance(inside, ast.Attribute)):
+                    yield inside
+                elif isinstance(inside, ast.Global | ast.Nonlocal):
+                    yield from (ast.Name(name) for name in inside.names)
+
+
+def _function_of(stands: Line) -> ast.FunctionDef | None:
+    """The function that has a line."""
+    found = [one for one in _on_line(stands) if isinstance(one, ast.FunctionDef) and one.name == stands[0].co_name]
+    return found[-1] if found else None
+
+
+def _given_for(name: str, maker: ast.FunctionDef, stands: list[Line]) -> ast.expr | None:
+    """What the function that calls gives for a name, or stands for it by default; None: not known."""
+    calls = [one for one in _on_line(stands[1]) if isinstance(one, ast.Call)] if len(stands) > 1 else []
+    mine = [one for one in calls if name_of(one) == maker.name]
+    names = [one.arg for one in maker.args.args]
+    names = names[1:] if names[:1] == ["self"] else names
+    if len(mine) != 1 or any(isinstance(one, ast.Starred) for one in mine[0].args):
+        return None
+    given = dict(zip(names, mine[0].args, strict=False))
+    found = {**given, **{key.arg: key.value for key in mine[0].keywords if key.arg}}
+    defaults = [*zip(reversed(maker.args.args), reversed(maker.args.defaults), strict=False)]
+    defaults += [(arg, one) for arg, one in zip(maker.args.kwonlyargs, maker.args.kw_defaults, strict=True) if one]
+    return found.get(name, next((one for arg, one in defaults if arg.arg == name), None))
 
 
 def _not_called() -> Iterator[tuple[str, str]]:

@@ -37,6 +37,7 @@ from prepkit.auditing.libraries import LibraryCalls
 from prepkit.auditing.loads import Loads
 from prepkit.auditing.loops import Turning
 from prepkit.auditing.losses import Losses, leads_to_parameter
+from prepkit.auditing.phases import Phases
 from prepkit.auditing.ratios import Ratios
 from prepkit.auditing.recomputed import Recomputed
 from prepkit.auditing.running import recompiled
@@ -48,7 +49,6 @@ from prepkit.facts.window import OddSample, WindowFacts
 from prepkit.objects.names import named_parameters, sites, unwrap_root
 from prepkit.observe.prepared.around import (
     Line,
-    averages_weights,
     frames_above,
     in_one_loop,
     is_foreign,
@@ -58,6 +58,7 @@ from prepkit.observe.prepared.around import (
     stepped_next,
     ticked_in_loop,
 )
+from prepkit.observe.prepared.averaging import averages_weights
 from prepkit.observe.prepared.instead import around_calls, called_first, scripts_read_plain
 from prepkit.observe.prepared.loaders import language_config, odd_batch, overlap
 from prepkit.observe.prepared.mixing import averages
@@ -116,6 +117,7 @@ class Window:
     shares: SharedWork = field(factory=SharedWork)
     lessons: Lessons = field(factory=Lessons)
     copies: Copies = field(factory=Copies)
+    phases: Phases = field(factory=Phases)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
     """Is told of calls and backwards."""
@@ -147,7 +149,7 @@ class Window:
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
             more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)
-            for room in (*rooms, *more, self.copies, Standing(self.arrivals)):
+            for room in (*rooms, *more, self.copies, self.phases, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -172,8 +174,9 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        own = {"loaded_itself": tuple(self.loads.itself), "ratios": self.ratios.idle(), "shares": self.shares.told()}
-        rooms = (self.ledger, self.beginnings, self.copies)
+        own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
+        own |= {"values": self.values.facts()}
+        rooms = (self.ledger, self.beginnings, self.copies, self.ratios, self.phases)
         return (
             {name: one for room in rooms for name, one in room.told().items()} | own | {"lessons": self.lessons.told()}
         )
@@ -234,7 +237,7 @@ class Window:
             recompiled=recompiled(),
             text=self.text,
             again=tuple(_again(optimizer, first)),
-            **averages(alive),
+            **self._averages(alive),
             trainer=trainer,
             steps=steps,
             ticks=ticks,
@@ -243,13 +246,17 @@ class Window:
     def _rooms(self, alive: list[Any], model: nn.Module | None, scheduler: Any, optimizer: Any) -> dict[str, Any]:
         return {
             "terms": self.terms.facts(),
-            "values": self.values.facts(),
             "libraries": self.libraries.facts(alive, self.called()),
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),
             "inputs": self.inputs.facts(),
             "overlapping": self.copies.overlapping(alive, model),
         }
+
+    def _averages(self, alive: list[Any]) -> dict[str, Any]:
+        found = averages(alive)
+        self.copies.mixed.quiet = bool(found["mixed"] or found["aliased"])
+        return found
 
     def _loaded(self, optimizer: Any, scheduler: Any) -> dict[str, Any]:
         """What became of what was loaded, and of what is kept to be loaded."""

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly.
+"""The command line. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly, 3 a script failed, 4 nothing proven.
 
 Heavy modules are imported inside the commands: torch only by those that look at a model.
 """
@@ -55,7 +55,8 @@ T = TypeVar("T")
 def main() -> None:
     """Plan, look, apply, verify: PyTorch models prepared for training without surprises.
 
-    Exit codes: 0 fine, 1 findings or differences, 2 used wrongly.
+    Exit codes: 0 fine, 1 findings or differences, 2 used wrongly. Of audit also 3, where the script itself failed, and
+    of audit --prove and prove 4, where nothing seen is wrong and the window could not be proven.
     """
     cli_terminal.forgive()
 

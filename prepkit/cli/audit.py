@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,6 +17,8 @@ from prepkit.cli.terminal import say, say_json
 if TYPE_CHECKING:
     from prepkit.proving.proof import Proof
 
+UNPROVEN = 4
+"""Exit code of audit --prove and of prove where nothing seen is wrong, and a window could not be proven."""
 CODES = "PREPKIT_AUDIT_CODES"
 """Variable with the folder into which each process of --torchrun writes its exit code."""
 SCRIPT_FAILED = 3
@@ -78,7 +80,8 @@ def audit(  # an argument for each option
     follows --, or the first word that audit does not know, is SCRIPT's. With --torchrun 2 it is started in two
     processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit SCRIPT. Only
     errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, and the whole
-    window is done again on rank 0 in plain torch: weights, gradients and the step are compared.
+    window is done again on rank 0 in plain torch: weights, gradients and the step are compared; where nothing is wrong
+    and that could not be done, the exit code is 4.
     """
     plan_files.demand_torch("prepkit audit")
     if keep is not None and not prove:
@@ -92,7 +95,7 @@ def audit(  # an argument for each option
             (*["--prove"] * prove, *kept, f"--steps={steps}", *["--json"] * as_json, script, "--", *arguments),
         )
     code = _audited(script, arguments, prove, keep, steps, as_json)
-    if _leaves(code) and code == 1:
+    if _leaves(code) and code in (1, UNPROVEN):
         sys.exit(0)  # every rank has found the same; with another code torchrun ends the others
     sys.exit(code)
 
@@ -144,7 +147,9 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
         else:
             say(str(found))
     leave()
-    return 1 if errors(every) else 0
+    if errors(every):
+        return 1
+    return 0 if isinstance(found, Audit) or not found.unproven else UNPROVEN
 
 
 def _ends(said: str) -> NoReturn:
@@ -169,7 +174,9 @@ def _in_processes(count: int, words: tuple[str, ...]) -> NoReturn:
         env = {**here, **os.environ, CODES: folder}
         done = subprocess.run((*launched, "-m", "prepkit", "audit", *words), env=env, check=False)
         codes = [int(file.read_text()) for file in Path(folder).iterdir()]
-    sys.exit(max((code for code in codes if code), default=done.returncode and not codes and SCRIPT_FAILED))
+    failed = [code for code in codes if code]
+    other = [code for code in failed if code != UNPROVEN]  # what is wrong on any rank comes first
+    sys.exit(max(other or failed, default=done.returncode and not codes and SCRIPT_FAILED))
 
 
 @click.command(short_help="Find where two recorded windows part.")
@@ -199,6 +206,37 @@ def bisect(first: str, second: str, as_json: bool) -> None:
     sys.exit(1 if found.stage else 0)
 
 
+def _named(path: str, option: str = "--loss") -> Any:
+    """What an option names. Raises ``ValueError`` that names the option, also for what the module behind it raises."""
+    from prepkit.applying.rehearse import factory
+    from prepkit.proving.trial_fails import raised
+
+    try:
+        return factory.named(path)
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: {error}") from None
+    except Exception as error:  # whatever the program's own code raises
+        module = path.partition(":")[0]
+        how = f'see the whole traceback with: python -c "import {module}"'
+        raise ValueError(f"{option} {path}: the module raised {raised(error)}; {how}") from error
+
+
+def _made(path: str) -> Any:
+    """What the function of --batches returns. Raises ``ValueError`` that says why it cannot."""
+    from prepkit.observe.given import said
+    from prepkit.proving.trial_fails import raised
+
+    make, option = _named(path, "--batches"), f"--batches {path}"
+    if not callable(make):
+        raise ValueError(f"{option} is {said(make)}; name a function without arguments: def batches(): return [...]")  # noqa: TRY004  # the text that was given is wrong
+    try:
+        return make()
+    except Exception as error:  # likewise
+        module, _, name = path.partition(":")
+        how = f'see the whole traceback with: python -c "import {module}; {module}.{name}()"'
+        raise ValueError(f"{option} raised {raised(error)}; {how}") from error
+
+
 @click.command(short_help="Show that a plan trains a model as plain torch does.")
 @click.argument("plan_file", metavar="PLAN", type=FILE)
 @object_option
@@ -211,34 +249,33 @@ def prove(plan_file: str, model: str, batches: str, loss: str | None, processes:
 
     A batch is what the model is called with: a mapping of keywords, a tuple of arguments, or one argument. There is one
     for each micro-batch of each process; tensor-parallel processes read the same, and count as one. A plan for another
-    cluster is made again for these processes. Errors give exit code 1.
+    cluster is made again for these processes. Errors give exit code 1, and a window that could not be proven gives 4.
     """
     plan_files.demand_torch("prepkit prove")
     from prepkit import codec
     from prepkit.api import prove as run
-    from prepkit.applying.rehearse import factory
-    from prepkit.findings import FindingWarning, PlanRejected
+    from prepkit.findings import FindingWarning, PlanRejected, RunRefused
     from prepkit.findings import errors as errors_of
+    from prepkit.proving.trial_fails import ProcessDied
 
     (plan,) = plan_files.load((plan_file,), as_json)
     try:
-        made, given, of = factory.build(model, "cpu"), factory.named(batches)(), factory.named(loss) if loss else None
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
-    except PlanRejected as refused:
-        plan_files.refuse((refused,), as_json)
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FindingWarning)  # told below: they would point at this command
-            proof = run(plan, made, given, loss=of, processes=processes)
+            made, given = plan_files.build(model, "cpu"), _made(batches)
+            proof = run(plan, made, given, loss=_named(loss) if loss else None, processes=processes)
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
-    except PlanRejected as refused:
-        plan_files.refuse((refused,), as_json)
+    except ProcessDied as error:
+        raise click.ClickException(str(error)) from None
+    except (PlanRejected, RunRefused) as refused:
+        plan_files.refuse((PlanRejected(refused.findings),), as_json)
     warned = () if proof.attestation is None else proof.attestation.warned
     every = tuple(dict.fromkeys((*proof.findings, *warned)))
     if as_json:
         say_json({"findings": [codec.to_data(finding) for finding in every], "seconds": proof.seconds})
     else:
         say("\n".join((str(proof), *map(str, every[len(proof.findings) :]))))
-    sys.exit(1 if errors_of(proof.findings) or proof.facts.unproven else 0)
+    if errors_of(proof.findings):
+        sys.exit(1)
+    sys.exit(UNPROVEN if proof.unproven else 0)

@@ -32,15 +32,15 @@ WRONG = "cli.no-such-model"
 """Rule of the finding for an import path that leads nowhere: the command was used wrongly."""
 
 
-def build(reference: str) -> Any:
-    """The ``nn.Module``, on meta. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
+def build(reference: str, device: str = "meta") -> Any:
+    """The ``nn.Module``. Raises ``PlanRejected`` where the path leads nowhere or the user's code raises."""
     demand_torch(f"--model {reference}, a function that returns the model,")
     from prepkit.applying.rehearse import factory
 
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).addFilter(_concerns_us)
     try:
-        return factory.build(reference)
+        return factory.build(reference, device)
     except Exception as error:
         raise PlanRejected((_finding(reference, error, factory.__file__),)) from error
 

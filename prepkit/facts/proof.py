@@ -335,3 +335,24 @@ def square_of(gram: Sequence[Vector], sums: Vector) -> float:
 
 def _product(gram: Sequence[Vector], one: Sequence[float], other: Sequence[float]) -> float:
     return sum(a * b * value for a, row in zip(one, gram, strict=True) for b, value in zip(other, row, strict=True))
+
+
+def distance(one: GradientProof, copy: int, sums: Vector) -> float:
+    """Norm of what was recorded less a sum of shares."""
+    cross = sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True))
+    return sqrt(max(one.squares[copy] - 2 * cross + square_of(one.gram, sums), 0.0))
+
+
+def replicas_apart(one: GradientProof) -> bool:
+    """Return whether ranks have stepped other gradients of one parameter than each other."""
+    return any(
+        not isclose(mine, first, rel_tol=1e-5, abs_tol=1e-12)
+        for copy in range(1, len(one.dots))
+        for mine, first in zip((one.squares[copy], *one.dots[copy]), (one.squares[0], *one.dots[0]), strict=True)
+    )
+
+
+def fitted(one: GradientProof, copy: int, sums: Vector) -> float:
+    """The factor with which the sum is nearest to what was recorded."""
+    square = square_of(one.gram, sums)
+    return sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True)) / square if square else 0.0

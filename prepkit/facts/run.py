@@ -114,6 +114,8 @@ class PreparedScheduler:
     """Whether its class is made to be ticked with every batch, as ``OneCycleLR``."""
     factor: tuple[float, float] | None = None
     """Of ``LambdaLR``, where a function gives it: the rate that it multiplies, and the largest factor that is found."""
+    end: int | None = None
+    """Of such a function, the tick from which it gives one small factor; None: there is none that is found."""
 
 
 Division = Literal["", "sampler", "accelerate", "dataset"]

@@ -16,6 +16,9 @@ class ShareFacts:
     gathered: tuple[tuple[str, int], ...] = ()
     """Lines that have gathered outputs over ranks, whose own part went into the loss without its graph, and of how
     many ranks."""
+    misplaced: tuple[tuple[str, int, int], ...] = ()
+    """Lines that have compared samples of this rank with gathered ones, the first column that they take for their
+    own, and that where their own begin."""
     unwaited: tuple[tuple[str, str], ...] = ()
     """Lines that have begun a collective over gradients which nobody has waited for, and the function."""
     kept: tuple[tuple[str, str, int], ...] = ()

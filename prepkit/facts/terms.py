@@ -77,5 +77,7 @@ class TermFacts:
     divergences: tuple[OddDivergence, ...] = ()
     masked: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Lines that go backward whose loss takes a minimum or maximum of what a mask has put there, and its shape."""
+    undone: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Lines that go backward whose loss has a sum ``x + (y - x)``, and its shape."""
     dropped: tuple[Dropped, ...] = ()
     half_mixed: tuple[HalfMixed, ...] = ()

@@ -18,6 +18,19 @@ class Permuted:
 
 
 @frozen(kw_only=True)
+class LostSums:
+    """A sum with what stands at some places, written to each of them, of which some are named more than once."""
+
+    line: str
+    said: str
+    """The statement."""
+    repeats: int
+    """Sums that others are written over."""
+    instead: str = ""
+    """What keeps all of them, as code; empty: not known."""
+
+
+@frozen(kw_only=True)
 class ValueFacts:
     """Values that a program has changed on the way."""
 
@@ -30,6 +43,8 @@ class ValueFacts:
     """Lines that name a method and do not call it, and what they say."""
     blended: tuple[str, ...] = ()
     """Lines that make whole numbers of means of whole numbers, as of classes that were interpolated."""
+
+    lost_sums: tuple[LostSums, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -6,10 +6,12 @@ from typing import Literal
 
 from attrs import frozen
 
+from prepkit.facts.copies import AverageFacts
 from prepkit.facts.inputs import InputFacts
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loops import TurnFacts
+from prepkit.facts.phases import PhaseFacts
 from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.facts.values import BeginningFacts, Following, ValueFacts
@@ -218,6 +220,7 @@ class WindowFacts:
     lessons: LessonFacts = LessonFacts()
     beginnings: BeginningFacts = BeginningFacts()
     inputs: InputFacts = InputFacts()
+    phases: PhaseFacts = PhaseFacts()
     carried: tuple[tuple[str, str, str], ...] = ()
     """Recurrent layers whose state goes from a batch to the next of a loader that shuffles: class, line of the program,
     sampler."""
@@ -235,6 +238,11 @@ class WindowFacts:
     """
     ratios: tuple[str, ...] = ()
     """Lines whose losses have a ratio of policies that is 1 behind every step since samples were drawn."""
+    advantages: tuple[str, ...] = ()
+    """Lines whose losses have the product of a log-probability and a constant less what trains."""
+    cut_draws: tuple[tuple[str, str], ...] = ()
+    """Lines that draw without a graph what trained layers of the loss are given, and the class of a distribution whose
+    parameters the loss trains too."""
     unled: tuple[tuple[str, str], ...] = ()
     """Lines of a backward whose gradients nobody has stepped, and of the step right behind it, which held none."""
     anew: tuple[str, str] = ("", "")
@@ -267,6 +275,7 @@ class WindowFacts:
     overlapping: tuple[tuple[str, str], ...] = ()
     """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""
     following: tuple[Following, ...] = ()
+    averages: AverageFacts = AverageFacts()
     never_updated: tuple[str, ...] = ()
     """Classes of averages that no line of the program updates."""
     communicates: str = ""

@@ -15,6 +15,10 @@ from prepkit.proving.hooks import alike
 from prepkit.proving.parts_of import CannotReplay, Replica, numbers, replicas
 from prepkit.proving.record_file import Disturbed, Record
 
+LOOKED_AT = 4096
+"""Elements of each gradient that tell in which dtype it was sent."""
+FEW = 16
+"""Fewer different ones tell nothing, as of signs."""
 STATE = 1e-3
 """Of an optimizer's state, so much is rounding where ranks add up in another order."""
 COUNTED = ("running_mean", "running_var", "num_batches_tracked")
@@ -315,6 +319,7 @@ def disturbed_of(records: tuple[Record, ...]) -> Disturbed:
         moved=names_of("moved"),
         swung=any(one.swung for one in every),
         left=names_of("left"),
+        faded=next((one.faded for one in every if one.faded), 0.0),
         kept=names_of("kept"),
         twice=any(one.twice for one in every),
         outside=names_of("outside"),
@@ -336,6 +341,34 @@ def lowest(records: tuple[Record, ...], kind: str) -> str:
     """The coarsest floating dtype of any rank."""
     every: list[str] = [getattr(record.head, kind) for record in records]
     return max(every, key=lambda name: torch.finfo(getattr(torch, name)).eps)
+
+
+def sent_as(records: tuple[Record, ...]) -> tuple[str, tuple[str, ...]]:
+    """The coarsest dtype in which gradients were sent, as wrappers say or numbers show; and what to tell of that."""
+    said = lowest(records, "sent")
+    low = said == lowest(records, "dtype") == "float32" and _in_16_bits(records)
+    if not low:
+        return said, ()
+    return low, (f"all gradients are numbers of {low}, as if sent in it: they are compared with its rounding",)
+
+
+def _in_16_bits(records: tuple[Record, ...]) -> str:
+    """The dtype of 16 bits that holds all gradients of float32; empty: none.
+
+    They may have been divided since, by the ranks or the micro-batches. Of a few numbers that may be by chance.
+    """
+    every = [one for record in records for key, one in record.tensors.items() if key.startswith("grad/")]
+    if not every or any(one.dtype != torch.float32 for one in every):
+        return ""
+    seen = torch.unique(torch.cat([one.reshape(-1)[:LOOKED_AT] for one in every]).abs())
+    world, micros = records[0].head.world, len(records[0].head.micros)
+    for kind in ("bfloat16", "float16") if len(seen) >= FEW else ():
+        for times in dict.fromkeys((1, world, micros, world * micros)):
+            sent = seen * times
+            off = (sent.to(getattr(torch, kind)).to(sent.dtype) - sent).abs()
+            if bool((off <= 2 * torch.finfo(torch.float32).eps * sent).all()):
+                return kind
+    return ""
 
 
 def shrunk(records: tuple[Record, ...]) -> tuple[float, ...]:

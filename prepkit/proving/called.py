@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
-from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of, parameters
+from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
 from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
-from prepkit.proving.parts_of import numbers
+from prepkit.proving.parts_of import numbers, parameters
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
 from prepkit.proving.trace import sketch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 from prepkit.facts.proof import near
 from prepkit.objects import names
-from prepkit.objects.fsdp1_flat import flat_shards, holders
+from prepkit.objects.fsdp1_flat import flat_shards
 from prepkit.objects.local_part import local
-from prepkit.observe.fingerprints.parts import Part, as_computed, parts
+from prepkit.observe.fingerprints.parts import Part
 from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
-from prepkit.proving.parts_of import numbers
+from prepkit.proving.parts_of import Size, faded, numbers, others, parameters, same_size, sizes
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro
 
 if TYPE_CHECKING:
@@ -30,11 +29,6 @@ HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
 LIBRARIES = frozenset({"site-packages", "dist-packages", f"python{sys.version_info.major}.{sys.version_info.minor}"})
 """Folders of what a program has not written itself."""
-
-
-def parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter, or the flat one of FSDP1 that trains in its place."""
-    return list(holders(root).items()) if root is not None else []
 
 
 def shapes(root: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -62,35 +56,6 @@ def held_parts(
 def ends_of(calls: Iterable[Called]) -> set[int]:
     """Identities of the nodes at which outputs of these calls begin."""
     return {id(end) for call in calls for end in call.ends}
-
-
-Size = tuple[int, float, float]
-"""Number, sum and norm of the elements that a rank holds, which tell whether anything has changed them meanwhile."""
-
-
-def sizes(root: nn.Module | None) -> dict[str, Size]:
-    """Of every parameter: of what the model computes with, and of master weights where an engine keeps some beside."""
-    found, computed = dict[str, Size](), {} if root is None else dict(as_computed(root))
-    for name, part in (parts(root, masters=True) if root is not None else {}).items():
-        held = {one.data_ptr(): one for one in (part.values, computed.get(name, part).values)}.values()
-        norm = hypot(*(float(torch.linalg.vector_norm(numbers(one), dtype=torch.float64)) for one in held))
-        total = sum(float(numbers(one).sum(dtype=torch.float64)) for one in held)
-        found[name] = (sum(one.numel() for one in held), total, norm)
-    return found
-
-
-def same_size(one: Size, other: Size, by: float = 1e-9) -> bool:
-    """Return whether two of them may be those of the same values, in whatever order they were added.
-
-    ``by``: the part of the norm that they may differ by. Where the numbers of elements differ nobody can tell: FSDP2
-    leaves weights whole between two micro-batches.
-    """
-    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= by * one[2]
-
-
-def others(before: Mapping[str, Size], now: Mapping[str, Size]) -> tuple[str, ...]:
-    """Parameters whose values are certainly others by now."""
-    return tuple(name for name, one in before.items() if name in now and not same_size(one, now[name]))
 
 
 def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
@@ -153,11 +118,17 @@ class Next:
     """Parameters that had a gradient of the window when something went backward, and have had one ever since. It is
     left over once it is stepped with what the model's own backward adds; a backward of another model's loss, whose
     gradients are cleared before, is none."""
+    faded: float = 0.0
+    """By which all that was stepped had been multiplied when something went backward, as by a momentum by hand; 0: by
+    nothing of that kind."""
     _looked: bool = False
 
-    def left_of(self, now: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what is left of the window's gradients; ``now``: parameters that have one."""
-        self.undecided = tuple(name for name in now if name in self.undecided or not self._looked)
+    def left_of(self, root: nn.Module | None, stepped: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """Return what is left of the window's gradients; ``stepped``: the tensors of its record."""
+        now = with_gradients(root)
+        if not self._looked:
+            self.faded = faded(root, now, stepped)
+        self.undecided = tuple(name for name in now if name in self.undecided or not (self._looked or self.faded))
         self._looked = True
         return self.undecided
 
@@ -218,6 +189,10 @@ class Around:
     going: int = field(default=0, init=False)
     """Backwards that run now, one inside the other."""
     _left: tuple[str, ...] = field(default=(), init=False)
+    earlier: Mapping[str, Tensor] = field(factory=dict, init=False)
+    """The gradients that the window before has stepped, or some elements of each, as a record has them."""
+    faded: float = field(default=0.0, init=False)
+    """As in ``Disturbed``."""
     _began: dict[str, Size] = field(factory=dict, init=False)
     _entered: dict[str, Size] = field(factory=dict, init=False)
     """At the begin of the forward that runs, or ran last."""
@@ -241,8 +216,15 @@ class Around:
 
     def backward(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called], *, first: bool) -> None:
         """Before a backward; ``calls``: those of the model, at whose outputs it ends."""
-        self._left = with_gradients(root) if first and not self.beside else self._left
+        self._finds_left(root, first=first)
         self._goes_over(root, loss, calls)
+
+    def _finds_left(self, root: nn.Module | None, *, first: bool) -> None:
+        """Notes what gradients there are before anything of the window goes backward."""
+        if first and not self.beside:
+            self._left = with_gradients(root)
+            if by := faded(root, self._left, self.earlier):
+                self.faded, self._left = by, ()
 
     def _goes_over(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> None:
         ends, leaves = ends_of(calls), {id(leaf) for call in calls for leaf in call.leaves.values()}
@@ -271,7 +253,7 @@ class Around:
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:
         """Before, or behind, a backward that no output of the model takes part in; ``first``: of all."""
         if root is not None and next(_used(root, loss, ends), None) is not None:
-            self._left = with_gradients(root) if first and not self.beside else self._left
+            self._finds_left(root, first=first)
             self.beside |= dict.fromkeys(line_of("backward"))
             self.wrapper = type(root).__name__ if root is not names.unwrap_root(root)[-1] else ""
 
@@ -403,6 +385,7 @@ class Around:
             moved=self.moved,
             swung=self.swung,
             left=self._left,
+            faded=self.faded,
             outside=tuple(self.outside),
             beside=tuple(self.beside),
             wrapper=self.wrapper,

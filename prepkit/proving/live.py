@@ -27,6 +27,7 @@ from prepkit.objects import names
 from prepkit.observe.prepared.instead import called_first
 from prepkit.proving.hooks import heard
 from prepkit.proving.other_rank import itself
+from prepkit.proving.parts_of import sampled_gradients
 from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
 from prepkit.proving.recorder import Recorder
@@ -155,6 +156,8 @@ class Proving:
     """Hooks that came before that, as they were put there later."""
     _beside: dict[int, nn.Module] = field(factory=dict, init=False)
     """Modules that train and were called from outside of any other, the root among them."""
+    _stepped: dict[str, Tensor] = field(factory=dict, init=False)
+    """Some elements of the gradients of the last window."""
     _over: bool = field(default=False, init=False)
     """Whether a window of a loop of the program's own was proven, inside of its step, where no hook can go."""
 
@@ -174,6 +177,7 @@ class Proving:
             raises=False,
             when_done=self.by_hand,
         )
+        self.recorder.around.earlier = self._stepped
         self._over, before = False, set(self.ready.model._forward_pre_hooks)
         self._beside.clear()
         self._stack.enter_context(self.recorder.on())
@@ -255,6 +259,7 @@ class Proving:
         for told in self._outside():
             recorder.tell(told)
         record = heard(recorder.record, recorder.fails)() if recorder.stepped else None
+        self._stepped = sampled_gradients(record.tensors) if record is not None else {}
         said = recorder.given_up or ("" if record else "no optimizer has stepped what the model trains")
         every = ranks.gather(said)
         if record is not None and not any(every):

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from traceback import walk_tb
 from typing import Any
 from unittest.mock import patch
 
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from prepkit.observe.prepared.around import line_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import Head
@@ -106,6 +108,15 @@ def _environments() -> Iterator[type]:
             waiting += (one := waiting.pop()).__subclasses__()
             if "global_rank" in vars(one):
                 yield one
+
+
+def not_plainly(error: Exception) -> CannotReplay:
+    """What is raised where a model has failed in a replay; in a process of no group, where it asks for others."""
+    if "process group has not been initialized" not in str(error):
+        return CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}")
+    line = line_of_program(reversed([frame for frame, _ in walk_tb(error.__traceback__)]))
+    said = f"the model asks other ranks in its forward or backward{f' ({line})' if line else ''}"
+    return CannotReplay(f"{said}, as by a collective of its own, which one process cannot do again alone")
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -1,14 +1,21 @@
-"""Whole tensors out of what the ranks have recorded of them, one for each replica."""
+"""Whole tensors out of what the ranks have recorded of them, one for each replica, and the sizes of what one holds."""
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Collection, Mapping
+from math import hypot, prod
 
 import torch
 from attrs import frozen
-from torch import Tensor
+from torch import Tensor, nn
 
+from prepkit.objects.fsdp1_flat import holders
+from prepkit.objects.local_part import local
+from prepkit.observe.fingerprints.parts import as_computed, parts
 from prepkit.proving.record_file import HeldPart, Record
+
+SAMPLE = 4096
+"""Elements of each gradient that say whether it is what was stepped, times a number."""
 
 
 class CannotReplay(RuntimeError):
@@ -83,3 +90,72 @@ def _put(whole: Tensor, part: Tensor, held: HeldPart) -> None:
     for size, offset, stride in held.dims:
         index = index.unsqueeze(-1) + (torch.arange(size, device="cpu") + offset) * stride
     whole[index.reshape(-1)[held.start : held.start + part.numel()]] = part
+
+
+def parameters(root: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter, or the flat one of FSDP1 that trains in its place."""
+    return list(holders(root).items()) if root is not None else []
+
+
+Size = tuple[int, float, float]
+"""Number, sum and norm of the elements that a rank holds, which tell whether anything has changed them meanwhile."""
+
+
+def sizes(root: nn.Module | None) -> dict[str, Size]:
+    """Of every parameter: of what the model computes with, and of master weights where an engine keeps some beside."""
+    found, computed = dict[str, Size](), {} if root is None else dict(as_computed(root))
+    for name, part in (parts(root, masters=True) if root is not None else {}).items():
+        held = {one.data_ptr(): one for one in (part.values, computed.get(name, part).values)}.values()
+        norm = hypot(*(float(torch.linalg.vector_norm(numbers(one), dtype=torch.float64)) for one in held))
+        total = sum(float(numbers(one).sum(dtype=torch.float64)) for one in held)
+        found[name] = (sum(one.numel() for one in held), total, norm)
+    return found
+
+
+def same_size(one: Size, other: Size, by: float = 1e-9) -> bool:
+    """Return whether two of them may be those of the same values, in whatever order they were added.
+
+    ``by``: the part of the norm that they may differ by. Where the numbers of elements differ nobody can tell: FSDP2
+    leaves weights whole between two micro-batches.
+    """
+    return one[0] != other[0] or max(abs(a - b) for a, b in zip(one[1:], other[1:], strict=True)) <= by * one[2]
+
+
+def others(before: Mapping[str, Size], now: Mapping[str, Size]) -> tuple[str, ...]:
+    """Parameters whose values are certainly others by now."""
+    return tuple(name for name, one in before.items() if name in now and not same_size(one, now[name]))
+
+
+def faded(root: nn.Module | None, now: Collection[str], stepped: Mapping[str, Tensor]) -> float:
+    """The one number by which gradients are smaller than they were stepped, as those of a heavy ball by hand; 0: none.
+
+    ``now``: parameters that have a gradient; ``stepped``: the tensors of a record.
+    """
+    by = list[float]()
+    for name, param in parameters(root) if now else ():
+        was = stepped.get(f"grad/{name}")
+        if name not in now or param.grad is None or was is None:
+            continue
+        here = numbers(local(param.grad))[:SAMPLE].cpu().double()
+        there = numbers(was)[:SAMPLE].double()
+        square = float(there @ there)
+        if len(here) != len(there) or not square:
+            continue
+        by.append(float(here @ there) / square)
+        if float((here - by[-1] * there).norm()) > 8 * torch.finfo(was.dtype.to_real()).eps * square**0.5:
+            return 0.0
+    alike = by and max(by) - min(by) <= 8 * torch.finfo(torch.bfloat16).eps * abs(by[0])
+    return by[0] if alike and 1e-3 < abs(by[0]) < 0.999 else 0.0
+
+
+def sampled_gradients(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Some elements of each gradient of a record, which say what the next window has begun with."""
+    return {key: numbers(one)[:SAMPLE].clone() for key, one in tensors.items() if key.startswith("grad/")}
+
+
+def faded_said(by: float) -> str:
+    """What is to be said of that."""
+    return (
+        f"of the gradients of this step {by:.3g} x was left when the next went backward, of all alike: taken for a "
+        "momentum that is meant"
+    )

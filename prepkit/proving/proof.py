@@ -49,8 +49,12 @@ class Proof:
     @property
     def fine(self) -> bool:
         """Whether the window was replayed, and nothing above a note was found."""
-        unproven = any(one.facts.unproven for one in (self, *self.beside))
-        return not unproven and all(one.severity is Severity.NOTE for one in self.findings)
+        return not self.unproven and all(one.severity is Severity.NOTE for one in self.findings)
+
+    @property
+    def unproven(self) -> bool:
+        """Whether the window of a model could not be replayed."""
+        return any(one.facts.unproven for one in (self, *self.beside))
 
     @property
     def failed(self) -> tuple[Finding, ...]:

@@ -143,6 +143,9 @@ class Disturbed:
     """Whether something has changed them between two forwards, and put them back before the step."""
     left: tuple[str, ...] = ()
     """Parameters that had a gradient before the first backward."""
+    faded: float = 0.0
+    """The number by which these are what the window before has stepped, all alike, and which none of them is told for;
+    0: they are not."""
     outside: tuple[str, ...] = ()
     """Parameters that the loss uses itself, beside the model's outputs."""
     beside: tuple[str, ...] = ()

@@ -38,13 +38,13 @@ from prepkit.proving.hooks import (
     keep_changed,
     line_of,
     other_buffers,
-    parameters,
     shapes,
     transforms,
     with_closure,
     with_gradients,
 )
 from prepkit.proving.loss_graph import given_gradients, lowest_dtype, seed_of, weights_of
+from prepkit.proving.parts_of import faded_said, parameters
 from prepkit.proving.record_file import LARGEST, Head, Record, TooLarge
 from prepkit.proving.steppers import (
     Clipping,
@@ -155,8 +155,7 @@ class Recorder(Turns):
             raise ValueError("no optimizer has stepped parameters of a model that was called")
         if self._ready and not self._next.closed:  # and there was no other window
             keep_changed(self._parts, self._tensors, self._keep)
-        for call_at, call in enumerate(self._calls):
-            self._tensors |= dict(call.held(call_at))
+        self._tensors |= {name: one for at, call in enumerate(self._calls) for name, one in dict(call.held(at)).items()}
         first = self is next(one for one in self.family if one.stepped)
         untold = waiting(self.family, self.family[0].awaited) if first else Waiting()
         for told in untold.noted:
@@ -168,14 +167,14 @@ class Recorder(Turns):
             self.around.kept = ()  # a part may gather gradients while the other trains, and clear them before its own
             said = "and has not stepped in this window, which is right where parts train in turn"
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
-        for told in bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others)):
+        faded = (faded_said(self._next.faded),) if self._next.faded else ()
+        for told in (*faded, *bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others))):
             self.tell(told)
         engine, copies = engine_of(self.root), self._strange and not self._held.optimizers
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self.around.scale
         clip = self._clips.seen(len(self._micros))
         known = self.accumulation or known_accumulation(self._told, engine, self._micros)
-        if engine is not None and clip is None and engine.gradient_clipping():
-            clip = clip_of(engine)
+        clip = clip_of(engine) if engine is not None and clip is None and engine.gradient_clipping() else clip
         head = Head(
             rank=world().rank,
             variables=self.variables,
@@ -382,9 +381,8 @@ class Recorder(Turns):
         result = plain(which, *args, **kwargs)
         kept = self.around.asked or self.done or self.stepped  # what was asked for lies elsewhere
         if self.done and holds(self.root, which):
-            left = with_gradients(self.root)
-            self._ready = self.lingers and not left
-            if self._next.undecided and not self._next.left_of(left):
+            self._ready = self.lingers and not with_gradients(self.root)
+            if self._next.undecided and not self._next.left_of(self.root, self._tensors):
                 self._over()
         elif not kept and holds(self.root, which) and not with_gradients(self.root):
             self.around.cleared(self._micros)

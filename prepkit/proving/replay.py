@@ -32,13 +32,14 @@ from prepkit.proving.apart import (
     read,
     same_draws,
     same_samples,
+    sent_as,
     shrunk,
     state_apart,
     undone_later,
     weight_of,
     weights_apart,
 )
-from prepkit.proving.other_rank import Alone, standing_for
+from prepkit.proving.other_rank import Alone, not_plainly, standing_for
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
 from prepkit.proving.record_file import Record
@@ -171,7 +172,8 @@ def replayed(window: Replay) -> ProofFacts:
     compares = not (unlike or spoiled or outputs.unrepeated)
     judged = [one.name for one in first.params if one.name in held and one.name not in hooked] if compares else []
     idle = [name for name in judged if name in window.used - window.reached and not had_gradient(records, name)]
-    more = (*done.more, *_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
+    sent, rounds = sent_as(records)
+    more = (*done.more, *rounds, *_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
     steps, no_step = steps_of(window)
     after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
     return ProofFacts(
@@ -180,7 +182,7 @@ def replayed(window: Replay) -> ProofFacts:
         gradients=tuple(_compared(name, window, done.reference, done.rounded) for name in judged),
         steps=steps,
         dtype=lowest(records, "dtype"),
-        eps=max(eps / MEASURED, torch.finfo(getattr(torch, lowest(records, "sent"))).eps),
+        eps=max(eps / MEASURED, torch.finfo(getattr(torch, sent)).eps),
         scale=first.scale,
         accumulation=first.accumulation,
         divides=first.divides,
@@ -287,7 +289,7 @@ def _twice(window: Replay) -> tuple[Shares, Shares, tuple[str, ...]]:
     except CannotReplay:
         raise
     except Exception as error:
-        raise CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}") from error
+        raise not_plainly(error) from error
     if far := astray(window.records, window.outputs[-2:], torch.finfo(getattr(torch, dtype)).eps):
         window.outputs[-2], exact = window.outputs[-1], rounded
         told = (f"{far} in float64, and in {dtype} as it was: {dtype} is compared",)
@@ -487,6 +489,8 @@ def _unlike(model: nn.Module, records: tuple[Record, ...]) -> tuple[str, ...]:
         and bare.drops(model),
         "weights were changed between two forwards and put back, as by an optimizer that perturbs them: gradients were "
         "not compared": disturbed_of(records).swung and not disturbed_of(records).moved,
+        f"what was left of the step before, {disturbed_of(records).faded:.3g} x of each of its gradients, is in these, "
+        "as of a momentum by hand: gradients were not compared": disturbed_of(records).faded,
         "no gradient arrived at an output of the model: gradients were not compared": not any(
             call.outputs for record in records for call in record.head.calls
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import logging
 import os
 import pickle
 import socket
@@ -16,18 +17,19 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from prepkit.codec import files
 from prepkit.facts.model import ParamHook
-from prepkit.facts.proof import ClipProof
+from prepkit.facts.proof import ClipProof, ProofFacts
 from prepkit.findings import FindingWarning
 from prepkit.findings.text import count
 from prepkit.objects import names, param_extras
 from prepkit.observe.given import said
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
-from prepkit.proving.proof import STAND_IN, Proof, prove_records
+from prepkit.proving import trial_fails
+from prepkit.proving.proof import STAND_IN, Proof, found_in, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.tree import tensors_of
@@ -37,8 +39,6 @@ from prepkit.rules.rule import Moment, answers
 ATTESTATION = "attestation.json"
 TRIAL = "trial.pt"
 """What every process is given, in a file: sharing memory would move the model, and loses what is made to be sent."""
-REFUSED = "refused.txt"
-"""What a process leaves where what it was given is wrong."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -64,25 +64,47 @@ class Trial:
 def prove_in_processes(trial: Trial, processes: int) -> Proof:
     """The proof of one window.
 
-    Raises ``ValueError`` where the loss is no number, and else what a process raises, as
-    ``torch.multiprocessing.ProcessRaisedException``.
+    Raises ``ValueError`` that names which of the things that were given a process cannot work with, ``PlanRejected``
+    and ``RunRefused`` as the processes do, ``ProcessDied`` where one of them dies, and what is left, an error of
+    prepkit's own, as ``torch.multiprocessing.ProcessRaisedException``.
     """
-    with TemporaryDirectory(prefix="prepkit-proof-") as folder:
-        spawn: Any = start_processes  # which has no types
-        refused = Path(folder, REFUSED)
-        _leave(trial, folder)
-        try:
-            spawn(_run, (processes, _free_port(), folder), nprocs=processes, start_method="spawn")
-        except ProcessRaisedException:
-            if not refused.exists():
-                raise
-        if refused.exists():
-            raise ValueError(refused.read_text())
-        proof = prove_records(trial.model, Path(folder), tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
-        attestation = files.load(str(Path(folder) / ATTESTATION))
+    with TemporaryDirectory(prefix="prepkit-proof-") as named:
+        folder = Path(named)
+        _leave(trial, named)
+        failure = _failure_of(folder, processes)
+        if failure is not None and failure.unproven:
+            return found_in(ProofFacts(world=processes, shares=(), unproven=failure.text))
+        if failure is not None:
+            trial_fails.raise_it(failure)
+        proof = prove_records(trial.model, folder, tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
+        attestation = files.load(str(folder / ATTESTATION))
     assert isinstance(attestation, Attestation)
     asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
     return evolve(proof, attestation=evolve(attestation, asked=(*attestation.asked, *asked)))
+
+
+def _failure_of(folder: Path, processes: int) -> trial_fails.Failure | None:
+    """Runs the processes, and returns why there are no records, where one has left that; None: there are."""
+    spawn: Any = start_processes  # which has no types
+    log = logging.getLogger("torch.multiprocessing.spawn")  # which tells how it ends the others
+    level = log.level
+    log.setLevel(logging.ERROR)
+    given = (processes, _free_port(), str(folder))
+    running = spawn(_run, given, nprocs=processes, join=False, start_method="spawn")
+    try:
+        while not running.join():
+            pass
+    except (ProcessExitedException, ProcessRaisedException):
+        trial_fails.raise_if_died(folder, [one.exitcode for one in running.processes])
+        failure = trial_fails.first_failure(folder)
+        if failure is None:
+            raise
+        return failure
+    finally:
+        log.setLevel(level)
+        for left in running.error_files:  # of tracebacks, which torch leaves behind
+            Path(left).unlink(missing_ok=True)
+    return None
 
 
 def _leave(trial: Trial, folder: str) -> None:
@@ -121,40 +143,96 @@ def _run(rank: int, processes: int, port: int, folder: str) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FindingWarning)  # the attestation has them, and the caller tells them
-    trial: Trial = torch.load(Path(folder, TRIAL), weights_only=False)
+    with trial_fails.leaving(Path(folder)):
+        _one_window(rank, processes, Path(folder))
+
+
+def _one_window(rank: int, processes: int, folder: Path) -> None:
+    stage = trial_fails.Stage(folder, rank)
+    stage.enter("the making of model, optimizer, batches and loss from pickle")
+    trial = _read(folder)
     model, optimizer = trial.model, trial.optimizer
     params = names.named_parameters(model)
     for name, kind, hook in trial.hooks:
         getattr(params[name], kind)(hook)
     part = rank // (processes // trial.plan.data_parallel_size)  # neighbours share one
     torch.manual_seed(part)  # as ranks that read other samples draw
+    stage.enter("pk.apply")
     ready = trial.apply(trial.plan, model=model, optimizer=optimizer)
     ready._looks.divided = True
     recorder = Recorder(root=ready.model, accumulation=trial.accumulation, clip=trial.clip)
-    mine = trial.batches[part * trial.accumulation : (part + 1) * trial.accumulation]
     for limit in trial.told:
         recorder.tell(limit)
     with recorder.on():
-        for batch in mine:
-            try:
-                outputs = _called(ready.model, batch)
-            except (TypeError, AttributeError) as error:
-                if next(tensors_of(batch), None) is not None:
-                    raise
-                Path(folder, REFUSED).write_text(_no_tensors(batch, error))
-                return
-            loss = _own_loss(outputs) if trial.loss is None else trial.loss(outputs, batch)
-            if trial.loss is not None and (wrong := _no_loss(loss, trial.loss)):
-                Path(folder, REFUSED).write_text(wrong)
-                return
-            if loss is None:
-                recorder.tell(STAND_IN)
-                loss = torch.stack([one.float().square().mean() for one in tensors_of(outputs)]).sum()
-            ready.backward(loss)
-            ready.step()
-    write(recorder.record(), Path(folder))
+        for at in range(part * trial.accumulation, (part + 1) * trial.accumulation):
+            _micro_batch(trial, ready, recorder, at, stage)
+    write(recorder.record(), folder)
     if rank == 0:
-        files.save(ready.attestation, str(Path(folder) / ATTESTATION))
+        files.save(ready.attestation, str(folder / ATTESTATION))
+
+
+def _micro_batch(trial: Trial, ready: Any, recorder: Recorder, at: int, stage: trial_fails.Stage) -> None:
+    """Forward, loss, backward and step with one batch."""
+    batch, of = trial.batches[at], type(trial.model).__name__
+    stage.enter(f"the forward of {of} with batches[{at}]")
+    with trial_fails.blaming(lambda error: _forward_failed(trial, error, at, stage.folder)):
+        outputs = _called(ready.model, batch)
+    stage.enter("the loss")
+    if trial.loss is None:
+        loss = _own_loss(outputs)
+    else:
+        with trial_fails.blaming(lambda error: _loss_failed(trial.loss, error, outputs, batch)):
+            loss = trial.loss(outputs, batch)
+        if wrong := _no_loss(loss, trial.loss):
+            trial_fails.refuse(wrong)
+    if loss is None:
+        recorder.tell(STAND_IN)
+        every = list(tensors_of(outputs))
+        if not every:
+            trial_fails.refuse(trial_fails.of_outputs(trial.model, outputs, tensors=False))
+        loss = torch.stack([one.float().square().mean() for one in every]).sum()
+    if not loss.requires_grad:
+        trial_fails.refuse(trial_fails.of_outputs(trial.model, outputs, tensors=True))
+    stage.enter("the backward")
+    with trial_fails.blaming(lambda error: _behind_failed(trial, "the backward of the loss", error)):
+        ready.backward(loss)
+    stage.enter("the step")
+    with trial_fails.blaming(lambda error: _behind_failed(trial, "the step of the optimizer", error)):
+        ready.step()
+
+
+def _read(folder: Path) -> Trial:
+    """What the caller has left."""
+
+    def why(error: Exception) -> str:
+        what = "model, optimizer, batches or loss cannot be made from pickle in a new process"
+        do = "write their classes and functions at the top level of a module that each process can import"
+        return f"{what}, which raised {trial_fails.raised(error)}; {do}, or prove the real run: pk.apply(plan, prove=1)"
+
+    with trial_fails.blaming(why):
+        trial: Trial = torch.load(folder / TRIAL, weights_only=False)
+    return trial
+
+
+def _forward_failed(trial: Trial, error: Exception, at: int, folder: Path) -> str:
+    """Return why. The same call is made once more, with a model that the plan has not met."""
+    batch = trial.batches[at]
+    if isinstance(error, TypeError | AttributeError) and next(tensors_of(batch), None) is None:
+        return _no_tensors(batch, error)
+    plain = _read(folder).model
+    alone = trial_fails.alone(plain, lambda model: _called(model, batch))
+    return trial_fails.of_forward(error, plain, at, batch, alone=alone, plan=trial.plan)
+
+
+def _loss_failed(loss: Any, error: Exception, outputs: Any, batch: Any) -> str:
+    given = f"called with outputs {trial_fails.looks(outputs)} and batch {trial_fails.looks(batch)}"
+    how = "outputs are what the model returned, batch is one of batches: take the labels from there, as batch[1]"
+    return f"loss is {_named(loss)}, and raised {trial_fails.raised(error)}, {given}; {how}"
+
+
+def _behind_failed(trial: Trial, what: str, error: Exception) -> str:
+    how = "train one step of this model without the plan; where that is well, prove the plan without its engine"
+    return f"{what} raised {trial_fails.raised(error)}; the model is {type(trial.model).__name__}: {how}"
 
 
 def _free_port() -> int:
@@ -220,17 +298,20 @@ def checked_loss(loss: Any) -> Any:
     """A loss function, or None. Raises ``TypeError`` for one that does not take outputs and batch."""
     if loss is None:
         return None
-    if not callable(loss):
-        raise TypeError(f"loss is {said(loss)}; give a function of outputs and batch that returns the loss")
-    try:
-        inspect.signature(loss).bind(None, None)
-    except TypeError:
-        how = "write def loss(outputs, batch)"
-        taken = f"it takes {inspect.signature(loss)}"
-        raise TypeError(f"loss is {_named(loss)}, and is called with outputs and batch; {taken}: {how}") from None
-    except ValueError:  # of a function that shows no signature
-        pass
-    return loss
+    wrong = f"loss is {said(loss)}; give a function of outputs and batch that returns the loss"
+    if callable(loss):
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError:
+            taken = f"it takes {inspect.signature(loss)}"
+            wrong = (
+                f"loss is {_named(loss)}, and is called with outputs and batch; {taken}: write def loss(outputs, batch)"
+            )
+        except ValueError:  # of a function that shows no signature
+            return loss
+        else:
+            return loss
+    raise TypeError(wrong)
 
 
 def _named(function: Any) -> str:

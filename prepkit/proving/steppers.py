@@ -20,7 +20,7 @@ from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
-from prepkit.proving.hooks import Around, Next, keep_changed, with_gradients
+from prepkit.proving.hooks import Around, Next, keep_changed
 from prepkit.proving.other_rank import variables
 from prepkit.proving.record_file import Micro
 
@@ -298,7 +298,7 @@ class Turns:
         """Something goes backward behind the window of this model. What was left counts where it is stepped too."""
         self._next.went = self._next.went or self._next.called
         if self._again and not self._next.closed:
-            self._next.left_of(with_gradients(self.root))
+            self._next.left_of(self.root, self._tensors)
         if self._again and not self._next.undecided:
             self._over()
 

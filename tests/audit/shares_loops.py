@@ -130,13 +130,17 @@ class Pairs(nn.Module):
         return fn.normalize(self.one(x), dim=-1), fn.normalize(self.other(x), dim=-1)
 
 
-def contrasts(rank: int, world: int, gather: Callable[[Tensor], Tensor]) -> None:
+def contrasts(rank: int, world: int, gather: Callable[[Tensor], Tensor], *, first: int | None = None) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(Pairs())
     optimizer = adam(model)
     for x, _ in divided(rank, world):
         one, other = model(x)
-        ones, others, targets = gather(one), gather(other), torch.arange(len(x)) + rank * len(x)
+        ones, others, targets = (
+            gather(one),
+            gather(other),
+            torch.arange(len(x)) + (rank if first is None else first) * len(x),
+        )
         loss = fn.cross_entropy(5 * one @ others.t(), targets) + fn.cross_entropy(5 * other @ ones.t(), targets)
         loss.backward()
         optimizer.step()
@@ -182,6 +186,22 @@ def gathered_by_torch(rank: int, world: int) -> None:
     contrasts(rank, world, lambda tensor: torch.cat(gathered_with_graph(tensor)))
 
 
+def pairs_of_the_first_rank(rank: int, world: int) -> None:
+    contrasts(rank, world, Gather.apply, first=0)
+
+
+def pairs_of_the_first_rank_for_torch(rank: int, world: int) -> None:
+    contrasts(rank, world, lambda tensor: torch.cat(gathered_with_graph(tensor)), first=0)
+
+
+def own_part_first(rank: int, world: int) -> None:
+    def gather(tensor: Tensor) -> Tensor:
+        others = [one for at, one in enumerate(parts_of(tensor)) if at != rank]
+        return torch.cat([tensor, *others])
+
+    contrasts(rank, world, gather, first=0)
+
+
 def gathered_for_a_metric(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(net())
@@ -222,11 +242,13 @@ WRONG_SHARES: tuple[Loop, ...] = (
     Loop(clipped_behind_the_step, "accelerate", rule="run.clipped-late"),
     Loop(torch_clips_behind_the_step, rule="run.clipped-late"),
     Loop(own_part_without_graph, ranks=2, rule="run.gathered-apart"),
+    Loop(pairs_of_the_first_rank, ranks=2, rule="run.pairs-misplaced"),
+    Loop(pairs_of_the_first_rank_for_torch, ranks=2, rule="run.pairs-misplaced"),
     Loop(nobody_waits, ranks=2, rule="run.unwaited"),
 )
 RIGHT_SHARES: tuple[Loop, ...] = (
     *(Loop(run, "accelerate") for run in (accumulates, mean_of_two_losses, divides_by_itself, clipped_before_the_step)),
     *(Loop(run) for run in (norm_is_read_behind_the_step, clips_the_second_in_its_turn)),
-    *(Loop(run, ranks=2) for run in (own_part_put_back, gathered_by_a_function, gathered_by_torch)),
+    *(Loop(run, ranks=2) for run in (own_part_put_back, own_part_first, gathered_by_a_function, gathered_by_torch)),
     *(Loop(run, ranks=2) for run in (gathered_for_a_metric, waits_for_each)),
 )

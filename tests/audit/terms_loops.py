@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.nn import functional as fn
 
 from tests.audit.case import adam
@@ -124,6 +125,107 @@ def slopes_of_each(model: nn.Module, x: Tensor) -> Tensor:
     slopes = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(params, x)
     assert len(slopes) == len(params)
     return fn.cross_entropy(model(x), torch.arange(BATCH) % 6)
+
+
+# --- what is drawn, and what a policy is told of it ---
+
+
+def drawn_by(name: str, code: Callable[[Normal], Tensor]) -> Loop:
+    """An autoencoder that draws its code by this."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(WIDE, 8), nn.Linear(4, WIDE)])
+        optimizer = adam(layers)
+        for _ in range(2):
+            x = torch.randn(BATCH, WIDE)
+            mean, spread = layers[0](x).chunk(2, 1)
+            code_of = Normal(mean, (0.5 * spread).exp())
+            far = kl_divergence(code_of, Normal(0.0, 1.0)).sum(1).mean()
+            taken(layers, optimizer, fn.mse_loss(layers[1](code(code_of)), x) + 0.1 * far)
+
+    run.__name__ = name
+    return Loop(run)
+
+
+def drawn_independently(code_of: Normal) -> Tensor:
+    drawn: Tensor = Independent(code_of, 1).sample()
+    return drawn
+
+
+def drawn_and_scored(code_of: Normal) -> Tensor:
+    drawn = code_of.sample()
+    return drawn + 0 * code_of.log_prob(drawn)
+
+
+def actor_and_critic(name: str, adv: Callable[[Tensor, Tensor], Tensor], *, by_hand: bool = False) -> Loop:
+    """A policy that learns by the advantage that this makes of returns and values."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        actor, critic = nn.Linear(WIDE, 3), nn.Linear(WIDE, 1)
+        both = nn.ModuleList([actor, critic])
+        optimizer = adam(both)
+        for _ in range(2):
+            x = torch.randn(BATCH, WIDE)
+            policy, value = Categorical(logits=actor(x)), critic(x).squeeze(1)
+            act = policy.sample()
+            returns = (act == x[:, :3].argmax(1)).float() + 0.1 * x[:, 3]
+            said = policy.log_prob(act)
+            said = actor(x).log_softmax(1).gather(1, act[:, None]).squeeze(1) if by_hand else said
+            loss = -(said * adv(returns, value)).mean() - 0.01 * policy.entropy().mean()
+            taken(both, optimizer, loss + 0.5 * fn.mse_loss(value, returns))
+
+    run.__name__ = name
+    return Loop(run)
+
+
+def normalised(adv: Tensor) -> Tensor:
+    return (adv - adv.mean()) / (adv.std() + 1e-6)
+
+
+def advantages_of_an_episode(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(WIDE, 3), nn.Linear(WIDE, 1)
+    both = nn.ModuleList([actor, critic])
+    optimizer, said, seen = adam(both), [], []
+    for _ in range(BATCH):
+        seen.append(torch.randn(WIDE))
+        policy = Categorical(logits=actor(seen[-1]))
+        said.append(policy.log_prob(policy.sample()))
+    returns, value = torch.randn(BATCH), critic(torch.stack(seen)).squeeze(1)
+    adv = returns - value
+    loss = -(torch.stack(said) * adv.detach()).mean() + 0.5 * (returns - value).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+DRAWN: tuple[Loop, ...] = tuple(
+    Loop(one.run, rule="run.drawn-without-graph")
+    for one in (
+        drawn_by("code_drawn_by_sample", lambda code_of: code_of.sample()),
+        drawn_by("code_drawn_at_once", drawn_independently),
+    )
+)
+LED: tuple[Loop, ...] = tuple(
+    Loop(one.run, rule="run.target-trains")
+    for one in (
+        actor_and_critic("advantage_with_a_graph", lambda returns, value: returns - value),
+        actor_and_critic("advantage_with_a_graph_by_hand", lambda returns, value: returns - value, by_hand=True),
+        actor_and_critic("advantage_normalised", lambda returns, value: normalised(returns - value)),
+    )
+)
+RIGHT_POLICIES: tuple[Loop, ...] = (
+    drawn_by("code_drawn_by_rsample", lambda code_of: code_of.rsample()),
+    drawn_by("code_drawn_and_scored", drawn_and_scored),
+    Loop(advantages_of_an_episode),
+    drawn_by("code_that_is_a_mean", lambda code_of: code_of.mean),
+    actor_and_critic("advantage_detached", lambda returns, value: (returns - value).detach()),
+    actor_and_critic("advantage_of_a_detached_value", lambda returns, value: normalised(returns - value.detach())),
+    actor_and_critic("advantage_that_is_a_gate", lambda returns, value: 1 - value.sigmoid()),
+    actor_and_critic("advantage_without_a_critic", lambda returns, value: returns - returns.mean()),
+)
 
 
 # --- targets made of a model's own outputs ---
@@ -292,6 +394,39 @@ def nearest_past_a_large_number(model: nn.Module, x: Tensor) -> Tensor:
     return hardest(lambda far, same: (far + 1e4 * same).min(1).values)(model, x)
 
 
+def through(code: Tensor, book: Tensor, estimate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """What is computed of the nearest of some vectors in the place of each code."""
+    nearest = book[torch.cdist(code, book).argmin(1)]
+    kept = (code - nearest.detach()).square().mean() + (nearest - code.detach()).square().mean()
+    return (estimate(code, nearest)[:, :3] - 1).square().mean() + kept
+
+
+def quantized(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: code + (nearest - code))
+
+
+def quantized_the_other_way(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: (nearest - code) + code)
+
+
+def straight_through(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: code + (nearest - code).detach())
+
+
+def part_of_the_way(model: nn.Module, x: Tensor) -> Tensor:
+    code = model(x)
+    return through(code[2:], code[:2].tanh(), lambda code, nearest: code + 0.5 * (nearest - code))
+
+
+def scaled_about_a_mean(model: nn.Module, x: Tensor) -> Tensor:
+    said = model(x)
+    mean = said.mean(1, keepdim=True).expand_as(said)
+    return (mean + (said - mean) / (1 + (said - mean).square().mean()) - x[:, : said.shape[1]]).square().mean()
+
+
 WRONG_TERMS: tuple[Loop, ...] = tuple(
     Loop(program(made.__name__, made), rule=rule)
     for rule, made in (
@@ -302,17 +437,21 @@ WRONG_TERMS: tuple[Loop, ...] = tuple(
         ("run.target-trains", trained_target_of_a_critic),
         ("run.term-cancels", ratio_to_itself),
         ("run.term-cancels", ratio_to_itself_again),
+        ("run.straight-through", quantized),
+        ("run.straight-through", quantized_the_other_way),
         ("run.masked-chosen", nearest_of_products),
         ("run.masked-chosen", nearest_of_filled),
     )
 )
-RIGHT_TERMS: tuple[Loop, ...] = tuple(
+WRONG_TERMS += (*DRAWN, *LED)
+RIGHT_TERMS: tuple[Loop, ...] = RIGHT_POLICIES + tuple(
     Loop(program(made.__name__, made))
     for made in (
         *(divided_before_the_softmax, masked_rows, rows_that_are_weighed, of_each_bit, of_pairs, of_a_mixture, of_maps),
         *(compared_with_others, masked_by_a_large_number, compared_with_the_other_view, as_many_classes_as_samples),
         *(resting_target, two_views_alike, two_views_in_other_units, residual_of_data, two_steps_as_one),
         *(code_of_a_code, equation, inner_step, slopes_of_each, nearest_of_others, nearest_past_a_large_number),
+        *(straight_through, part_of_the_way, scaled_about_a_mean),
         *(ratio_to_what_was, preferred, satisfied, weighed_by_nothing, from_a_prior, both_ways, hooked),
     )
 )

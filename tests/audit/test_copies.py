@@ -219,3 +219,87 @@ def masters(*, flat: bool) -> Train:
 @pytest.mark.parametrize("flat", [False, True])
 def test_copies_that_are_stepped_in_the_place_of_the_weights_have_nothing(flat: bool) -> None:
     assert found(masters(flat=flat), 2) == (2, [])
+
+
+Mix = Callable[[Tensor, Tensor], Any]
+"""Moves the first a little toward the second."""
+
+
+class Teacher:
+    """Keeps an average of a model: of a copy, or of the model itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.held = model
+
+    @torch.no_grad()
+    def update(self, other: nn.Module, mix: Mix) -> None:
+        for one, param in zip(self.held.parameters(), other.parameters(), strict=True):
+            mix(one, param)
+
+
+def taught(mix: Mix, of: Callable[[nn.Module], nn.Module], *, updated: bool = True) -> Train:
+    """A loop with a teacher that a program says the targets of."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        teacher = Teacher(of(model))
+        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1)
+        for x, _ in batches():
+            with torch.no_grad():
+                soft = teacher.held(x).softmax(1)
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x + 0.1 * torch.randn_like(x)), soft).backward()
+            optimizer.step()
+            if updated:
+                teacher.update(model, mix)
+
+    return train
+
+
+def lerp(one: Tensor, other: Tensor) -> None:
+    one.lerp_(other, 0.01)
+
+
+def lerp_each(one: Tensor, other: Tensor) -> None:
+    torch._foreach_lerp_([one], [other], 0.01)
+
+
+def multiplied(one: Tensor, other: Tensor) -> None:
+    one.data.mul_(0.99).add_(other.data, alpha=0.01)
+
+
+def doubled(one: Tensor, other: Tensor) -> None:
+    one.mul_(0.5)
+    one.add_(one)
+
+
+def itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+def sharing(model: nn.Module) -> nn.Module:
+    """A copy of the head alone, over the same frozen layers."""
+    assert isinstance(model, nn.Sequential)
+    model[0].requires_grad_(requires_grad=False)
+    return nn.Sequential(*model[:-1], copy.deepcopy(model[-1]))
+
+
+@pytest.mark.parametrize("mix", [lerp, lerp_each, multiplied])
+def test_an_average_with_itself_is_told_behind_the_first_step(mix: Mix) -> None:
+    assert found(taught(mix, itself), 1) == (1, [])
+    assert found(taught(mix, itself), 4) == (4, ["run.average-itself"])
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        *(taught(mix, copy.deepcopy) for mix in (lerp, lerp_each, multiplied)),
+        *(taught(mix, sharing) for mix in (lerp, multiplied)),
+        taught(lerp, itself, updated=False),
+        taught(doubled, itself),
+    ],
+    ids=["lerp", "each", "multiplied", "frozen layers", "frozen layers multiplied", "self-distilled", "doubled"],
+)
+def test_an_average_that_lies_elsewhere_has_nothing(train: Train) -> None:
+    assert found(train, 4) == (4, [])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
+from prepkit.facts.copies import AverageFacts
 from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
@@ -37,7 +38,7 @@ from prepkit.facts.run import (
 )
 from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
-from prepkit.facts.values import BeginningFacts, Following, Permuted, ValueFacts
+from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -145,6 +146,12 @@ BROKEN: dict[str, RunFacts] = {
     "run.column-dropped": told(dropped=(("train.py:31", "weight"),)),
     "run.pixels-raw": told(raw_pixels=(("Net.enter", 255.0),)),
     "run.view-permutes": computed(permuted=(SCRAMBLED, evolve(SCRAMBLED, before=(4, 3), after=(3, 4), order=(1, 0)))),
+    "run.sums-lost": computed(
+        lost_sums=(
+            LostSums(line="net.py:9", said="out[dst] += h", repeats=14, instead="out.index_add_(0, dst, h)"),
+            LostSums(line="net.py:12", said="links[i, j] += w", repeats=3),
+        )
+    ),
     "run.cast-to-nothing": computed(emptied=(("train.py:9", "long"),)),
     "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
     "run.missed": with_optimizer(held=NAMES[1:]),
@@ -320,8 +327,12 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
         ),
     ),
-    "run.target-trains": evolve(FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)))),
+    "run.target-trains": evolve(
+        FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)), advantages=("train.py:40",))
+    ),
+    "run.drawn-without-graph": evolve(FINE, window=WindowFacts(cut_draws=(("net.py:16", "Normal"),))),
     "run.masked-chosen": evolve(FINE, window=WindowFacts(terms=TermFacts(masked=(("train.py:31", (32,)),)))),
+    "run.straight-through": evolve(FINE, window=WindowFacts(terms=TermFacts(undone=(("train.py:31", (8, 4)),)))),
     "run.term-cancels": evolve(
         FINE,
         window=WindowFacts(
@@ -366,6 +377,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.average-follows": evolve(
         FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
+    "run.average-itself": evolve(FINE, window=WindowFacts(averages=AverageFacts(itself=("train.py:9",)))),
     "run.targets-alike": evolve(
         FINE,
         window=WindowFacts(
@@ -423,6 +435,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.loss-divided": shared(twice=("train.py:31", "accelerate", 4)),
     "run.clipped-late": shared(clipped_late=("train.py:32", "train.py:31")),
     "run.gathered-apart": shared(gathered=(("train.py:18", 2),)),
+    "run.pairs-misplaced": shared(misplaced=(("train.py:40", 0, 32),)),
     "run.unwaited": shared(unwaited=(("train.py:30", "all_reduce"),)),
     "run.loss-kept": shared(kept=(("total", "train.py", 6),)),
     "run.skip-kept": missed(skips=(("train.py:31", "active", 7),)),

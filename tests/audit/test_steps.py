@@ -53,6 +53,14 @@ def forgets(at: int, model: Any, optimizer: Any) -> None:
     """Clears nothing."""
 
 
+def seeds(number: Callable[[int], int]) -> Callable[[int, Any, Any], None]:
+    def behind(at: int, model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        torch.manual_seed(number(at))
+
+    return behind
+
+
 def evaluates(*, goes_on: bool) -> Callable[[int, Any, Any], None]:
     def behind(at: int, model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
@@ -284,6 +292,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
     [
         (trains(forgets), "run.left-over"),
         (trains(evaluates(goes_on=False), drops=True), "run.drift-mode"),
+        (trains(seeds(lambda at: 3), drops=True), "run.reseeded-steps"),
         (two_models(detached=True), "run.steps-nothing"),
         (in_one_module(detached=True), "run.backward-wasted"),
         (policy("anew"), "run.ratio-one"),
@@ -294,6 +303,7 @@ def found(train: Train, steps: int = STEPS) -> tuple[int, list[str]]:
     ids=[
         "zero_grad forgotten",
         "left in evaluation",
+        "seeded behind each step",
         "maker detached",
         "part detached",
         "an old policy that is the new one",
@@ -312,6 +322,8 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
     [
         trains(clears),
         trains(evaluates(goes_on=True), drops=True),
+        trains(seeds(lambda at: 3)),
+        trains(seeds(lambda at: at), drops=True),
         two_models(detached=False),
         scheduled(24),
         turns(clears_first=True),
@@ -328,7 +340,17 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         policy("anew", passes=1),
     ],
     ids=[
-        *("plain", "evaluated", "two models", "a schedule that lasts", "turns", "total", "chains"),
+        *(
+            "plain",
+            "evaluated",
+            "seeded and not drawn",
+            "seeded by step",
+            "two models",
+            "a schedule that lasts",
+            "turns",
+            "total",
+            "chains",
+        ),
         *("warmed up", "heads", "slow", "last"),
         *("parts of one", "tasks", "a task that comes later", "an old policy", "on policy"),
     ],

@@ -21,6 +21,7 @@ loader = DataLoader(data, batch_size=4, shuffle=True)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
 EPOCHS = 3
+settings = {"epochs": EPOCHS}
 
 
 def step(x, y):
@@ -43,6 +44,31 @@ for epoch in range(EPOCHS):
     scheduler.step()
 """
 OF_ALL = "EPOCHS * len(loader)"
+OUTER = """import copy
+outer = torch.optim.SGD(model.parameters(), 1.0)
+scheduler = rates.LinearLR(outer, 1.0, 0.1, total_iters=EPOCHS)
+for epoch in range(EPOCHS):
+    fast = copy.deepcopy(model)
+    inner = torch.optim.SGD(fast.parameters(), 0.1)
+    for x, y in loader:
+        inner.zero_grad()
+        (fast(x) - y).square().mean().backward()
+        inner.step()
+    for param, new in zip(model.parameters(), fast.parameters()):
+        param.grad = param.detach() - new.detach()
+    outer.step()
+    scheduler.step()
+"""
+FUNCTION = """import math
+total = {}
+
+
+def factor(at):
+    return (at + 1) / 3 if at < 3 else 0.01 + 0.5 * (1 + math.cos(math.pi * min(1.0, (at - 3) / (total - 3))))
+
+
+scheduler = rates.LambdaLR(optimizer, factor)
+"""
 PARTS = "parts = [rates.LinearLR(optimizer, 0.1), rates.CosineAnnealingLR(optimizer, 9)]\n"
 KEPT = """class Turns:
     def __init__(self, things):
@@ -80,9 +106,19 @@ WRONG = {
     "by pass": (COSINE.format(OF_ALL) + BY_PASS.format("scheduler.step()"), "ticked-by-pass"),
     "by pass, in a function": (COSINE.format(OF_ALL) + IN_PASS, "ticked-by-pass"),
     "by window": (COSINE.format(OF_ALL) + ACCUMULATES, "ticked-by-pass"),
+    "by window, of settings": (
+        COSINE.format(OF_ALL) + ACCUMULATES.replace("EPOCHS", 'settings["epochs"]'),
+        "ticked-by-pass",
+    ),
+    "by pass, of a function": (FUNCTION.format(OF_ALL) + BY_PASS.format("scheduler.step()"), "ticked-by-pass"),
 }
 RIGHT = {
     "by step": COSINE.format(OF_ALL) + IN_STEP.format("scheduler.step()"),
+    "a function by step": FUNCTION.format(OF_ALL) + IN_STEP.format("scheduler.step()"),
+    "a function for passes": FUNCTION.format("EPOCHS + 1") + BY_PASS.format("scheduler.step()"),
+    "a power for passes": "scheduler = rates.LambdaLR(optimizer, lambda at: 0.9**at)\n"
+    + BY_PASS.format("scheduler.step()"),
+    "of an outer loop": OUTER,
     "for passes": COSINE.format("EPOCHS") + BY_PASS.format("scheduler.step()"),
     "for passes, in a function": COSINE.format("EPOCHS") + IN_PASS,
     "kept in a list": KEPT + BY_PASS.format("turns.turn()"),

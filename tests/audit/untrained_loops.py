@@ -32,7 +32,10 @@ def soft_overlap(share: Tensor, y: Tensor) -> Tensor:
 def slopes(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
     part = torch.rand(real.size(0), 1)
     x = (part * real + (1 - part) * fake).requires_grad_()
-    (slope,) = torch.autograd.grad(critic(x).sum(), x)
+    said = critic(x)
+    (slope,) = torch.autograd.grad(
+        outputs=said, inputs=x, grad_outputs=torch.ones_like(said), retain_graph=True, only_inputs=True
+    )
     return ((slope.norm(2, dim=1) - 1) ** 2).mean()
 
 

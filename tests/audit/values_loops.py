@@ -72,6 +72,197 @@ def segmented(name: str, mode: str, goal: Callable[[Tensor], Tensor], classes: i
     return Loop(run)
 
 
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 4], [1, 1, 2, 2, 0, 0, 1, 3]])
+APART = torch.tensor([[0, 1, 2, 3, 4, 5, 5, 4], [1, 2, 0, 3, 4, 5, 6, 7]])
+
+
+def summed(name: str, add: Callable[[Tensor, Tensor, Tensor], Tensor], edges: Tensor = EDGES) -> Loop:
+    """One step of a layer that sums what it makes of one end of each edge at the other."""
+
+    def run(rank: int, world: int) -> None:
+        enters, leaves = nn.Linear(6, 5), nn.Linear(5, 4)
+        hidden = enters(drawn(8, 6))
+        made = add(torch.zeros_like(hidden), edges[1], hidden[edges[0]])
+        both = nn.ModuleList([enters, leaves])
+        taken(both, adam(both), leaves(made).square().mean())
+
+    run.__name__ = name
+    return Loop(run)
+
+
+def adds_at(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids] += sent
+    return total
+
+
+def adds_spelled_out(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids] = total[ids] + sent * 0.5
+    return total
+
+
+def subtracts_in_columns(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    turned = total.T.contiguous()
+    turned[:, ids] -= sent.T
+    return turned.T
+
+
+def adds_at_pairs(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids, ids % 5] += sent[:, 0]
+    return total
+
+
+def counts(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    degrees = torch.zeros(8)
+    degrees[ids] += 1
+    return total.index_add(0, ids, sent) / degrees.clamp(min=1)[:, None]
+
+
+def adds_by_index_add(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total.index_add_(0, ids, sent)
+    return total
+
+
+def adds_by_index_put(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total.index_put_((ids,), sent, accumulate=True)
+    return total
+
+
+def adds_by_a_mask(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[torch.arange(8) % 2 == 0] += sent[:4]
+    return total
+
+
+def keeps_the_last(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    total[ids] = sent
+    total[:4] += sent[:4]
+    return total
+
+
+def adds_the_same(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    gradient = drawn(8, 5)
+    total[ids] -= 0.1 * gradient[ids]
+    return total + adds_by_index_add(total, ids, sent)
+
+
+def moves_towards(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    centres = drawn(8, 5)
+    centres[ids] += 0.1 * (sent.detach() - centres[ids])
+    return adds_by_index_add(total, ids, sent) - centres
+
+
+def marks_present(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    logits = adds_by_index_add(total, ids, sent)
+    logits[ids] -= 1.5
+    present = torch.zeros(8)
+    present[ids] += 1
+    return logits * (present > 0)[:, None]
+
+
+class Options:
+    """What a program is told, and a count of what it has drawn."""
+
+    seed = 1234
+
+    def __init__(self) -> None:
+        self.count = 7
+
+    def next_noise(self, x: Tensor) -> Tensor:
+        self.count += 1
+        torch.manual_seed(self.count)
+        return torch.randn_like(x)
+
+
+OPTIONS = Options()
+
+
+def seeded(name: str, noise: Callable[[int, Tensor], Tensor]) -> Loop:
+    """A loop that draws noise by a function."""
+
+    def run(rank: int, world: int) -> None:
+        model = nn.Linear(6, 4)
+        optimizer = adam(model)
+        for at in range(3):
+            x = drawn(8, 6)
+            taken(model, optimizer, model(x + 0.1 * noise(at, x)).square().mean())
+
+    run.__name__ = name
+    return Loop(run)
+
+
+def by_default(at: int, x: Tensor, seed: int = 42) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.randn_like(x)
+
+
+def scaled_by_default(at: int, x: Tensor) -> Tensor:
+    return 0.5 * by_default(at, x)
+
+
+def seeds_all(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def by_options(at: int, x: Tensor) -> Tensor:
+    seeds_all(OPTIONS.seed)
+    return torch.randn_like(x)
+
+
+def by_keyword(at: int, x: Tensor) -> Tensor:
+    number = 3
+    seeds_all(seed=number + 1)
+    return torch.randn_like(x)
+
+
+def by_step(at: int, x: Tensor) -> Tensor:
+    seeds_all(1000 + at)
+    return torch.randn_like(x)
+
+
+def at_first(at: int, x: Tensor) -> Tensor:
+    if at == 0:
+        seeds_all(42)
+    return torch.randn_like(x)
+
+
+def put_back(at: int, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        seeds_all(42)
+        shown = torch.randn_like(x)
+    return torch.randn_like(x) + 0 * shown
+
+
+def put_back_by_hand(at: int, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    shown = by_default(at, x)
+    torch.set_rng_state(state)
+    return torch.randn_like(x) + 0 * shown
+
+
+def by_another_generator(at: int, x: Tensor) -> Tensor:
+    generator = torch.Generator()
+    generator.manual_seed(42)
+    return torch.randn(x.shape, generator=generator) + torch.randn_like(x)
+
+
+def draws_nothing(at: int, x: Tensor) -> Tensor:
+    seeds_all(42)
+    return torch.zeros_like(x)
+
+
+def asked_by_lbfgs(rank: int, world: int) -> None:
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(by_default(0, drawn(8, 6))).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
 FRACTIONS = torch.linspace(-0.9, 0.9, 32)
 
 
@@ -90,6 +281,20 @@ WRONG_VALUES: tuple[Loop, ...] = (
         changed("heads_merged", (2, 4, 7, 6), lambda x: x.reshape(2, 7, 24)),
         changed("two_directions_merged", (2, 8, 6), lambda x: x.view(8, -1)),
     ),
+    *wrong(
+        "run.sums-lost",
+        summed("messages_added_at_places", adds_at),
+        summed("messages_added_spelled_out", adds_spelled_out),
+        summed("messages_subtracted_in_columns", subtracts_in_columns),
+        summed("messages_added_at_pairs", adds_at_pairs),
+        summed("degrees_counted_at_places", counts),
+    ),
+    *wrong(
+        "run.reseeded-steps",
+        seeded("noise_seeded_by_default", scaled_by_default),
+        seeded("noise_seeded_by_options", by_options),
+        seeded("noise_seeded_by_keyword", by_keyword),
+    ),
     *wrong("run.classes-blended", segmented("classes_interpolated", "bilinear", lambda one: one.long())),
     *wrong("run.cast-to-nothing", indexed("fractions_as_classes", FRACTIONS, lambda one: one.to(torch.int64))),
     *wrong(
@@ -97,6 +302,22 @@ WRONG_VALUES: tuple[Loop, ...] = (
     ),
 )
 RIGHT_VALUES: tuple[Loop, ...] = (
+    summed("messages_of_one_each", adds_at, APART),
+    summed("messages_added_by_index_add", adds_by_index_add),
+    summed("messages_added_by_index_put", adds_by_index_put),
+    summed("messages_added_by_a_mask", adds_by_a_mask),
+    summed("messages_of_which_the_last_is_kept", keeps_the_last),
+    summed("gradients_of_rows_stepped_once", adds_the_same),
+    summed("centres_moved_in_turn", moves_towards),
+    summed("presence_marked", marks_present),
+    seeded("noise_seeded_by_step", by_step),
+    seeded("noise_seeded_at_first", at_first),
+    seeded("noise_seeded_and_put_back", put_back),
+    seeded("noise_seeded_and_put_back_by_hand", put_back_by_hand),
+    seeded("noise_of_another_generator", by_another_generator),
+    seeded("noise_seeded_by_a_count", lambda at, x: OPTIONS.next_noise(x)),
+    seeded("noise_seeded_and_not_drawn", draws_nothing),
+    Loop(asked_by_lbfgs),
     segmented("classes_of_the_nearest", "nearest", lambda one: one.long()),
     segmented("two_classes_by_a_threshold", "bilinear", lambda one: (one > 0.5).long(), 2),
     segmented("two_classes_rounded", "bilinear", lambda one: one.round().long(), 2),

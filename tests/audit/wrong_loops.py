@@ -484,6 +484,13 @@ def steps_ticked_by_epoch(rank: int, world: int) -> None:
     trained_by_lightning(lambda one: rates.OneCycleLR(one, 0.1, total_steps=24))
 
 
+def function_ticked_by_epoch(rank: int, world: int) -> None:
+    def factor(at: int) -> float:
+        return (at + 1) / 4 if at < 4 else max(0.0, (24 - at) / 20)
+
+    trained_by_lightning(lambda one: rates.LambdaLR(one, factor))
+
+
 def longer_than_the_trainer(rank: int, world: int) -> None:
     trained_by_transformers(lambda one: rates.OneCycleLR(one, 0.1, total_steps=10_000))
 
@@ -606,7 +613,10 @@ WRONG: tuple[Loop, ...] = (
     Loop(stepped_beside_the_engine, "deepspeed", 2, rule="run.past-engine"),
     Loop(decayed_by_an_engine_inside_a_pass, "deepspeed", 2, rule="run.scheduler-early"),
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
-    *(Loop(run, "lightning", rule="run.trainer-schedule") for run in (steps_ticked_by_epoch, longer_than_lightning)),
+    *(
+        Loop(run, "lightning", rule="run.trainer-schedule")
+        for run in (steps_ticked_by_epoch, function_ticked_by_epoch, longer_than_lightning)
+    ),
 )
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),

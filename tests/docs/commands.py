@@ -8,7 +8,9 @@ from prepkit.cli import main
 
 _HEAD = """# Command line
 
-`prepkit COMMAND --help` prints the same. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly. `show`,
+`prepkit COMMAND --help` prints the same. Exit codes: 0 fine, 1 findings or differences, 2 used wrongly; of `audit`
+also 3, where the script itself failed, and of `audit --prove` and `prove` 4, where nothing seen is wrong and the window
+could not be proven. `show`,
 `diff`, `rules`, `import`, `export` and `report` never import torch, nor does a `--model` that is a folder. `--json`
 prints for scripts.
 

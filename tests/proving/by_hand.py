@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import define
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -293,7 +294,42 @@ def unscaled_by_hand_and_clipped(rank: int, world: int) -> Window:
     return _scaled_by_hand(DDP(net()), clips_first=False)
 
 
+# --- gradients that are sent by hand ----------------------------------------------------------------------------------
+
+
+def _sent_in(low: torch.dtype, by: int) -> Window:
+    """All gradients in one bucket, which is cast, summed and divided."""
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        every = [param.grad for param in model.parameters() if param.grad is not None]
+        bucket = torch.cat([grad.flatten() for grad in every]).to(low)
+        dist.all_reduce(bucket)
+        for grad, sent in zip(every, (bucket.float() / by).split([grad.numel() for grad in every]), strict=True):
+            grad.copy_(sent.view_as(grad))
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def sent_in_bfloat16(rank: int, world: int) -> Window:
+    return _sent_in(torch.bfloat16, world)
+
+
+def sent_in_float16(rank: int, world: int) -> Window:
+    return _sent_in(torch.float16, world)
+
+
+def summed_in_bfloat16(rank: int, world: int) -> Window:
+    return _sent_in(torch.bfloat16, 1)
+
+
 RIGHT_BY_HAND = (
+    sent_in_bfloat16,
+    sent_in_float16,
     unscaled_by_hand_and_clipped,
     a_weight_that_is_returned,
     a_weight_in_a_mapping,
@@ -312,6 +348,7 @@ RIGHT_BY_HAND = (
 
 
 ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
+    (summed_in_bfloat16, "prove.summed", "summed over the 2 ranks, not averaged"),
     (clipped_before_it_is_unscaled_by_hand, "prove.clipped-scaled", "while they were scaled by 512"),
     (clipped_before_it_is_unscaled_by_hand_under_fsdp2, "prove.clipped-scaled", "while they were scaled by 512"),
     (a_weight_that_is_returned_and_tripled, "prove.ratio", "(`log_sigma`) are 3.000 x"),

@@ -83,6 +83,30 @@ def test_ranks_that_clip_before_the_average_are_told_to_clip_behind_it() -> None
     (found,) = found_in(evolve(APART, gradients=(averaged,), shrunk=(0.5, 0.1))).findings
     assert found.rule == "prove.clipped-scaled"
     assert found.fix == "Clip once the gradients are averaged, by one norm of all of them."
+    assert "before they were averaged: to a norm of 1 from 2 on rank 0, from 10 on rank 1" in found.what
+    assert " x what they should be" not in found.what  # which is no multiple of that
+
+
+def test_a_gradient_of_one_element_has_the_cause_of_the_others() -> None:
+    """Any other number is a multiple of what it should be."""
+    averaged = evolve(APART.gradients[0], dots=((0.25, 0.05), (0.25, 0.05)), squares=(0.065, 0.065))
+    gram = ((1.0, 1.0), (1.0, 1.0))
+    tiny = GradientProof(name="bias", numel=1, gram=gram, dots=((0.3, 0.3),) * 2, squares=(0.09,) * 2, holders=(0, 1))
+    (found,) = found_in(evolve(APART, gradients=(averaged, tiny), shrunk=(0.5, 0.1))).findings
+    assert found.what.startswith("All gradients are clipped by each rank before they were averaged")
+    (alone,) = found_in(evolve(APART, gradients=(tiny,))).findings
+    assert alone.rule == "prove.ratio"
+
+
+def test_a_sum_at_each_micro_batch_is_mended_by_one_behind_the_last() -> None:
+    shares = tuple(LossShare(rank=rank, micro=micro) for rank in range(2) for micro in range(2))
+    gram = tuple(tuple(float(one == other) for one in range(4)) for other in range(4))
+    dots = ((1.0, 0.5, 1.0, 0.5),) * 2
+    gradient = GradientProof(name="weight", numel=100, gram=gram, dots=dots, squares=(2.5,) * 2, holders=(0, 1))
+    (found,) = found_in(ProofFacts(world=2, shares=shares, gradients=(gradient,))).findings
+    assert found.rule == "prove.summed"
+    assert "All gradients are summed over the 2 ranks at each micro-batch" in found.what
+    assert found.fix.startswith("Reduce gradients once, behind the last backward of the step")
 
 
 def test_a_loss_that_one_rank_makes_otherwise_is_noted_where_it_always_does() -> None:

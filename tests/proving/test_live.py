@@ -254,6 +254,33 @@ def test_a_loop_that_steps_by_itself_is_proven_too() -> None:
         by_hand(1.0)
 
 
+@pytest.mark.parametrize("by", [0.9, 1.0])
+def test_what_is_left_of_the_step_before_is_a_momentum_by_hand_where_it_is_one_number_times_that(by: float) -> None:
+    """A gradient that is left whole was not cleared."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ready = pk.apply(pk.build_plan(c.Config(), model, optimizer=optimizer), prove=2)
+
+    def train() -> None:
+        for _ in range(2):
+            for param in ready.model.parameters():
+                if param.grad is not None:
+                    param.grad.mul_(by)
+            ready.model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+
+    if by == 1.0:
+        with pytest.raises(RunRefused, match="had a gradient before the first backward of the step"):
+            train()
+        return
+    train()
+    (found,) = told_of(ready)
+    assert found.severity is Severity.NOTE
+    assert found.what.startswith("what was left of the step before, 0.9 x of each of its gradients, is in these")
+    ready.close()
+
+
 def test_a_run_that_is_closed_before_its_window_was_complete_says_that_nothing_is_proven() -> None:
     ready = by_hand(2.0, windows=0, prove=1)
     ready.model(torch.ones(3, 4)).square().mean().backward()

@@ -328,6 +328,13 @@ def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: 
     assert [one["rule"] for one in json.loads(done.output)["findings"]] == ["run.eval-mode"]
 
 
+def test_a_window_that_could_not_be_proven_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    assert str(proved(tmp_path, BY_OTHERS)).startswith("nothing was proven")
+    gc.collect()
+    done = CliRunner().invoke(main, ["audit", "--prove", str(tmp_path / "train.py")])
+    assert (done.exit_code, "prove.unproven" in done.output) == (4, True), done.output
+
+
 def test_weights_that_are_written_behind_the_step_are_told(tmp_path: Path) -> None:
     write = "    model[2].bias.data.zero_()\n"
     for behind, cleared in (("", ""), (write, ""), ("", write)):
@@ -819,6 +826,28 @@ for _ in range(3):
     assert "prove.no-gradient" not in str(proved(tmp_path, turns))
 
 
+def heavy_ball(by: str) -> str:
+    """Gradients that are multiplied where others clear them."""
+    return f"""
+for _ in range(3):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_({by})
+    model(torch.randn(5, 6)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_left_of_a_step_is_a_momentum_by_hand_where_it_is_one_number_times_that(tmp_path: Path) -> None:
+    proof = proved(tmp_path, heavy_ball("0.9"))
+    assert told(proof) == []
+    assert proof is not None
+    (found,) = proof.findings
+    assert found.what.startswith("of the gradients of this step 0.9 x was left when the next went backward")
+    for by in ("1.0", "0.5 + param.dim() / 10"):  # a gradient that is left whole; numbers of their own, which are none
+        assert [one[:15] for one in told(proved(tmp_path, heavy_ball(by)))] == ["prove.left-over"]
+
+
 LIMITS: dict[str, tuple[str, str]] = {
     "a teacher that lies where the model lies": (
         """
@@ -1040,3 +1069,22 @@ def test_a_step_over_rows_is_replayed_beside_one_over_layers(tmp_path: Path) -> 
     assert proof is not None
     assert [one.name for one in proof.facts.steps] == ["rows.weight", "head.weight", "head.bias"]
     assert all(one.expected > 0 for one in proof.facts.steps)
+
+
+APPLIED = """
+import prepkit as pk
+ready = pk.apply(pk.build_plan(pk.Config(), model, optimizer=optimizer), prove=1)
+for _ in range(4):
+    model(torch.randn(5, 6)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("how", ["--steps=3", "--prove"])
+def test_a_run_that_would_prove_itself_is_audited_as_any_other(tmp_path: Path, how: str) -> None:
+    """Its own proof would be heard as calls of other models, and its hooks go in the middle of a step."""
+    (tmp_path / "train.py").write_text(BEGIN + APPLIED)
+    done = CliRunner().invoke(main, ["audit", how, str(tmp_path / "train.py")])
+    assert done.exit_code == 0, done.output
+    assert ("trained as plain torch trains it" in done.output) is (how == "--prove")

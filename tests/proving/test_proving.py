@@ -129,10 +129,10 @@ def prove_all(rank: int, world: int) -> None:
 START: Any = spawned.start_processes  # which has no types
 
 
-def forked(function: Any, args: tuple[Any, ...], nprocs: int, start_method: str) -> None:
+def forked(function: Any, args: tuple[Any, ...], nprocs: int, join: bool, start_method: str) -> Any:
     """Processes that get what pickle makes of their arguments, as those of ``spawn`` do, without the wait for torch."""
     assert start_method == "spawn"
-    START(unpickled, (pickle.dumps((function, args)),), nprocs=nprocs, start_method="fork")
+    return START(unpickled, (pickle.dumps((function, args)),), nprocs=nprocs, join=join, start_method="fork")
 
 
 def unpickled(rank: int, given: bytes) -> None:

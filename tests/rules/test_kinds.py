@@ -52,12 +52,12 @@ WARNINGS = _ids(
         "target-trains term-cancels term-constant divergence-negative ratio-one same-batch classes-blended "
         "targets-alike masked-chosen trainer-undivided storage-shared average-follows result-dropped mixed-half "
         "padding-read order-read noise-uniform noise-other time-other samples-rewritten integers-wrapped "
-        "units-alike norm-momentum layer-repeated state-carried "
+        "units-alike norm-momentum layer-repeated state-carried straight-through "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
-        "column-dropped pixels-raw view-permutes cast-to-nothing "
+        "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost drawn-without-graph "
         "schedule-idle ticked-by-pass "
-        "loss-divided clipped-late gathered-apart unwaited loss-kept "
-        "skip-kept new-tokens-frozen judged-alike",
+        "loss-divided clipped-late gathered-apart unwaited loss-kept pairs-misplaced "
+        "skip-kept new-tokens-frozen judged-alike average-itself",
     }
 )
 """What is said, and refuses nothing."""

@@ -35,7 +35,7 @@ def averages_by_hand() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not is_foreign(frame.f_code.co_filename):
-            for code in (frame.f_code, *_of_module(frame.f_globals)):
+            for code in (frame.f_code, *codes_of(frame.f_globals)):
                 if AVERAGES & (used := _names(code)) and OF_WEIGHTS & used:
                     return f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         frame = frame.f_back
@@ -50,8 +50,8 @@ def sends_by_hand() -> str:
     for one in own_frames():
         known = one.f_globals
         functions = [value for value in known.values() if _is_kind(value, torch.autograd.Function)]
-        inside = [code for value in functions for code in _of_module(vars(value))]
-        for code in (one.f_code, *_of_module(known)):
+        inside = [code for value in functions for code in codes_of(vars(value))]
+        for code in (one.f_code, *codes_of(known)):
             words = SENDS | ({name for name in _names(code) if name.startswith("all_")} if code in inside else set())
             if any(_of_distributed(name, _names(code), known) for name in words & _names(code)):
                 return f"{code.co_qualname} ({Path(code.co_filename).name}:{code.co_firstlineno})"
@@ -82,50 +82,6 @@ def _stands(averager: Any) -> bool:
     return isinstance(averager, torch.optim.Optimizer) or (
         averager.enabled and not getattr(averager.model, "require_backward_grad_sync", True)
     )
-
-
-def averages_weights(reduced: Container[str]) -> str:
-    """The line of the caller's files that all-reduces parameters themselves, as local SGD does; empty: there is none.
-
-    ``torch.distributed.algorithms.model_averaging`` counts too; what is summed of gradients does not, nor does a
-    function that nobody calls. ``reduced``: lines that have run before the first step, as to begin alike.
-    """
-    own = own_frames()
-    imported = (code.co_filename for one in own for code in _of_module(one.f_globals))
-    trees = {file: parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
-    called = {name_of(one) for tree in trees.values() for one in nodes(tree) if isinstance(one, ast.Call)}
-    for file, tree in trees.items():
-        functions = [one for one in nodes(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
-        idle = {id(one) for function in functions for one in ast.walk(function)}
-        for call in _averaged_weights(tree):
-            if id(call) not in idle and (line := f"{Path(file).name}:{call.lineno}") not in reduced:
-                return line
-    return ""
-
-
-def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield calls that average what a loop over parameters gives, or one vector of them all."""
-    every = nodes(tree)
-    assigned = (one for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v"))
-    rows = {ast.unparse(one.targets[0]) for one in assigned}
-    for node in every:
-        loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
-        over = [one.target for one in loops if any(names_weights(one.iter, word) for word in ("param", "state_dict"))]
-        names = {name for target in over for name in _words(target)}
-        inside = ast.walk(node) if names else [node]
-        for one in inside:
-            if isinstance(one, ast.For) and "grad" not in ast.unparse(one.iter):
-                names |= _words(one.target) if names & _words(one.iter) else set()
-            if isinstance(one, ast.Call) and name_of(one) == "average_parameters":
-                yield one
-            elif isinstance(one, ast.Call) and name_of(one) == "all_reduce" and one.args:
-                given = ast.unparse(one.args[0])
-                if re.split(r"\W", given)[0] in names | rows and "grad" not in given:
-                    yield one
-
-
-def _words(tree: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}
 
 
 def names_weights(node: ast.AST, word: str) -> bool:
@@ -324,12 +280,15 @@ def _receivers(node: ast.stmt) -> list[ast.expr]:
 
 
 def known(frame: FrameType, node: ast.expr) -> Any:
-    """What a name, or an attribute of one, stands for in a frame, without a call of its code; None: that is unknown."""
+    """What a name, or a part of one, stands for in a frame, without a call of its code; None: that is unknown."""
     match node:
         case ast.Name(name):
             return frame.f_locals.get(name, frame.f_globals.get(name))
         case ast.Attribute(value, name):
             return getattr(known(frame, value), "__dict__", {}).get(name)
+        case ast.Subscript(value, ast.Constant(str(name))):
+            held = known(frame, value)
+            return held.get(name) if type(held) is dict else None
         case _:
             return None
 
@@ -468,7 +427,7 @@ def is_foreign(file: str) -> bool:
     return file.startswith((*_LIBRARIES, _OURS, "<"))
 
 
-def _of_module(held_there: dict[str, Any]) -> Iterator[CodeType]:
+def codes_of(held_there: dict[str, Any]) -> Iterator[CodeType]:
     """The code of functions and of methods that a module has, imported ones included."""
     for value in [*held_there.values()]:
         held = vars(value).values() if isinstance(value, type) else (value,)

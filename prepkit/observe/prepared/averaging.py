@@ -1,9 +1,11 @@
-"""Who sees to it that a parameter's gradient is that of several ranks, read from the wrappers that stand there."""
+"""Who makes gradients, or weights, those of several ranks: read from wrappers that stand there, and from code."""
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve
@@ -16,6 +18,7 @@ from prepkit.facts.run import Averager, DDPFacts, PreparedParam
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import Site, known_bases
 from prepkit.observe.model import dtype_name
+from prepkit.observe.prepared.around import codes_of, name_of, names_weights, nodes, own_frames, parsed
 from prepkit.ranks.world import ranks_of, world
 
 Covered = dict[int, list[tuple[Averager, int]]]
@@ -196,3 +199,77 @@ def _in_reducer(module: DistributedDataParallel) -> int | None:
     ask = getattr(module, "_get_ddp_logging_data", None)  # private; what it tells has been there since torch 1.8
     count = ask().get("num_parameter_tensors") if ask is not None else None
     return int(count) if isinstance(count, int) and count > 0 else None
+
+
+def averages_weights(reduced: Container[str]) -> str:
+    """The line of the caller's files that all-reduces parameters themselves, as local SGD does; empty: there is none.
+
+    ``torch.distributed.algorithms.model_averaging`` counts too; what is summed of gradients does not, nor does a
+    function that nobody calls. ``reduced``: lines that have run before the first step, as to begin alike.
+    """
+    own = own_frames()
+    imported = (code.co_filename for one in own for code in codes_of(one.f_globals))
+    trees = {file: parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
+    called = {name_of(one) for tree in trees.values() for one in nodes(tree) if isinstance(one, ast.Call)}
+    for file, tree in trees.items():
+        functions = [one for one in nodes(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
+        idle = {id(one) for function in functions for one in ast.walk(function)}
+        for call in _averaged_weights(tree):
+            if id(call) not in idle and (line := f"{Path(file).name}:{call.lineno}") not in reduced:
+                return line
+    return ""
+
+
+def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
+    """Yield calls that average what a loop over parameters gives, a vector of them all, or what they have moved by."""
+    every = nodes(tree)
+    yield from _averaged_moves(every)
+    assigned = (one for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v"))
+    rows = {ast.unparse(one.targets[0]) for one in assigned}
+    for node in every:
+        loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
+        over = [one.target for one in loops if any(names_weights(one.iter, word) for word in ("param", "state_dict"))]
+        names = {name for target in over for name in _words(target)}
+        inside = ast.walk(node) if names else [node]
+        for one in inside:
+            if isinstance(one, ast.For) and "grad" not in ast.unparse(one.iter):
+                names |= _words(one.target) if names & _words(one.iter) else set()
+            if isinstance(one, ast.Call) and name_of(one) == "average_parameters":
+                yield one
+            elif isinstance(one, ast.Call) and name_of(one) == "all_reduce" and one.args:
+                given = ast.unparse(one.args[0])
+                if re.split(r"\W", given)[0] in names | rows and "grad" not in given:
+                    yield one
+
+
+def _averaged_moves(every: Iterable[ast.AST]) -> Iterator[ast.Call]:
+    """Yield calls that sum what weights have moved by, one less the other in a loop over both, as DiLoCo does."""
+    over = [
+        loop for node in every for loop in ([node] if isinstance(node, ast.For) else getattr(node, "generators", []))
+    ]
+    both = set[str]().union(*(_words(loop.target) for loop in over if names_weights(loop.iter, "param")))
+    assigned, moves = [one for one in every if isinstance(one, ast.Assign)], set[str]()
+    for node in assigned:
+        if any(_is_move(one, both) for one in ast.walk(node.value)) or moves & _said(node.value):
+            moves |= {ast.unparse(one) for one in node.targets}
+    calls = (one for one in every if isinstance(one, ast.Call) and name_of(one) == "all_reduce" and one.args)
+    for call in calls if moves else ():
+        if ast.unparse(call.args[0]) in moves and not re.search(r"\b(MAX|MIN)\b", ast.unparse(call)):
+            yield call
+
+
+def _is_move(node: ast.AST, weights: set[str]) -> bool:
+    """Return whether an expression is the difference of two weights, by names that loops over weights give them."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub)) or "grad" in ast.unparse(node):
+        return False
+    one, other = _words(node.left) & weights, _words(node.right) & weights
+    return bool(one and other and one != other)
+
+
+def _said(tree: ast.AST) -> set[str]:
+    """Names and attributes in an expression, as they are written."""
+    return {ast.unparse(one) for one in ast.walk(tree) if isinstance(one, ast.Name | ast.Attribute)}
+
+
+def _words(tree: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(tree) if isinstance(one, ast.Name)}

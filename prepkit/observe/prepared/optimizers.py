@@ -29,7 +29,7 @@ from prepkit.objects.names import known_bases, named_parameters
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared import fabric
-from prepkit.observe.prepared.around import reads_gradients
+from prepkit.observe.prepared.around import own_frames, reads_gradients
 from prepkit.ranks.world import world
 
 MASTERS = ("bf16_stochastic_round", "master_weights", "use_master_weights")
@@ -277,6 +277,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         ticks=_ticks(given),
         by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
         factor=_factor(scheduler),
+        end=end_of_factors(scheduler),
     )
 
 
@@ -295,6 +296,26 @@ def _factor(scheduler: Any) -> tuple[float, float] | None:
     with suppress(Exception):  # of the program's own function, past its end
         found += [float(functions[0](at)) for at in TICKS]
     return (float(rates[0]), max(found)) if found else None
+
+
+def end_of_factors(scheduler: Any) -> int | None:
+    """The tick from which the function of a LambdaLR gives one factor, less than half of its largest; None: none is.
+
+    Of a schedule whose ``horizon`` is in its function, and cannot be read.
+    """
+    functions = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else ()
+    if not functions or not all(isinstance(one, FunctionType) for one in functions):
+        return None
+    with suppress(Exception):  # of the program's own function, past its end
+        given = [float(functions[0](at)) for at in TICKS]
+        last, end, begin = given[-1], TICKS[-1], 0
+        if len(given) < 2 or given[-2] != last or last * 2 > max(given):
+            return None
+        while end - begin > 1:
+            middle = (begin + end) // 2
+            begin, end = (begin, middle) if float(functions[0](middle)) == last else (middle, end)
+        return end if float(functions[0](end - end // 10)) > max(given) / 1000 else None  # rounding ends an exponential
+    return None
 
 
 def _early(scheduler: Any) -> int:
@@ -417,3 +438,13 @@ def steps_copies(model: nn.Module, optimizer: Any) -> bool:
 
 SLACK = 64
 """Elements for each rank by which what is flat may be longer than all that lies in it."""
+
+
+def named_as_program(tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """Each under the name that the program has for it, the innermost function first; else under its number."""
+    scopes = [held for one in own_frames() for held in (one.f_locals, one.f_globals)]
+    found: dict[str, Any] = {}
+    for at, tensor in enumerate(tensors):
+        said = (name for held in scopes for name, value in held.items() if value is tensor and "." not in name)
+        found[next((name for name in said if name not in found), str(at))] = tensor
+    return found

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from prepkit.facts.loops import ByPass
 from prepkit.observe.optimizer import horizon
-from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, parsed
+from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, own_frames, parsed
+from prepkit.observe.prepared.optimizers import end_of_factors, inner
 
 BESIDE = frozenset({"torch", "accelerate", "prepkit", "contextlib", "functools", "runpy", "__main__"})
 BESIDE |= {"absl", "click", "fire", "hydra", "typer"}  # by which a program's main function is called
@@ -39,12 +40,23 @@ def is_idle(scheduler: Any, frames: list[FrameType]) -> bool:
     return 0 < len(files) <= MOST_FILES and not any(_may_tick(scheduler, file, frames) for file in files)
 
 
+def steps_its_own(scheduler: Any) -> bool:
+    """Return whether a line of the functions that run steps the optimizer that it drives, as an outer one."""
+    owners = (
+        known(frame, node.value)
+        for frame in own_frames()
+        for node in nodes(parsed(frame.f_code.co_filename))
+        if isinstance(node, ast.Attribute) and node.attr == "step"
+    )
+    return any(one is not None and inner(one) is inner(scheduler.optimizer) for one in owners)
+
+
 def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
     """What it is, where a schedule that is made for the steps of all passes is ticked less often.
 
     Once by the loop over passes; or by accelerate, once for all micro-batches of a step.
     """
-    ticks = horizon(scheduler)
+    ticks = horizon(scheduler) or end_of_factors(scheduler)
     loops = list(_loops_around(frames))[:2]
     if ticks is None or len(loops) < 2:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prepkit.facts.copies import AverageFacts
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Moment, Rule
@@ -20,6 +21,16 @@ def _following(facts: RunFacts) -> Iterator[Hit]:
         of = f"of `{one.name}` " if one.name else ""
         what = f"The average {of}goes {100 * one.part:.3g} % of its distance to the model in each step, so that it is"
         yield Hit(one.name or "model", f"{what} the model of the last step: the factors seem to be swapped.")
+
+
+def _averages(facts: RunFacts) -> AverageFacts:
+    return facts.window.averages if facts.window is not None else AverageFacts()
+
+
+def _itself(facts: RunFacts) -> Iterator[Hit]:
+    for line in _averages(facts).itself:
+        what = "This averages weights that are trained with themselves: both models are one, so that the average is"
+        yield Hit(line, f"{what} the model of the last step.")
 
 
 RULES: tuple[Rule, ...] = (
@@ -40,6 +51,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write average.mul_(decay).add_(param, alpha=1 - decay), or average.lerp_(param, 1 - decay).",
         severity=Severity.WARNING,
         source=("torch AveragedModel",),
+    ),
+    Rule(
+        id="run.average-itself",
+        summary="An average of weights lies elsewhere than the weights.",
+        check=_itself,
+        at=(Moment.AUDIT,),
+        fix="Write teacher = copy.deepcopy(model).requires_grad_(False) where it is made.",
+        severity=Severity.WARNING,
+        source=("torch Tensor.lerp_",),
     ),
 )
 """Reporting order."""

@@ -1,4 +1,4 @@
-"""How a program's loop stands to its schedules, wrappers and collectives."""
+"""How a loop stands to its schedules, and how long these last."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from prepkit.facts.loops import TurnFacts
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
-from prepkit.rules.rule import Hit, Moment, Rule
+from prepkit.findings.text import count
+from prepkit.rules.rule import Hit, Moment, Need, Rule
 
 
 def _turns(facts: RunFacts) -> TurnFacts:
@@ -32,6 +33,28 @@ def _by_pass(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.scheduler, f"{what} it never gets to its end.")
 
 
+def _ends(facts: RunFacts) -> Iterator[Hit]:
+    seen, scheduler = facts.window, facts.scheduler
+    if seen is None or scheduler is None or not seen.steps or not seen.ticks:
+        return
+    end = scheduler.end if scheduler.end is not None and seen.ticks < scheduler.end <= seen.steps else None
+    horizon = scheduler.horizon or end
+    if not horizon:
+        return
+    made = f"`{scheduler.name}` is made for {horizon} ticks"
+    if horizon < seen.ticks:
+        what = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
+        yield Hit("scheduler", f"{made}, and {what}", f"Make it for {seen.ticks} ticks.")
+    elif seen.ticks * scheduler.ticks * 2 <= horizon:
+        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps"
+        if seen.ticks < seen.steps and horizon <= seen.steps:
+            fix = "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
+            yield Hit("scheduler", f"{made}, and {ticks}: it hardly begins.", fix)
+        else:
+            fix = f"Make it for {seen.ticks} ticks; nothing, where training is to end before it does, as in a trial."
+            yield Hit("scheduler", f"{made}, and {ticks}: most of it is left out.", fix)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.schedule-idle",
@@ -52,6 +75,16 @@ RULES: tuple[Rule, ...] = (
         "there are passes.",
         severity=Severity.WARNING,
         source=("torch LRScheduler.step",),
+    ),
+    Rule(
+        id="run.trainer-schedule",
+        summary="A schedule lasts as long as the Trainer that ticks it.",
+        check=_ends,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Make it for as many ticks as the Trainer makes.",
+        severity=Severity.WARNING,
+        source=("pain 15",),
     ),
 )
 """Reporting order."""

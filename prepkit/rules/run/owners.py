@@ -19,6 +19,11 @@ def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
         and (facts.applied or not facts.running)
     ):
         yield Hit("scheduler", f"`{scheduler.name}` changes the learning rate of an optimizer that was not given.")
+    for one in facts.window.phases.outlived if facts.window is not None else ():
+        made = f" ({one.made})" if one.made else ""
+        what = f"{one.line} ticks a `{one.scheduler}` of an optimizer that steps no more. `{one.optimizer}`{made} steps"
+        fix = "Make a scheduler of the new optimizer where that is made, and tick that one."
+        yield Hit("scheduler", f"{what} in its place, and its learning rate stays as it is.", fix, milder=True)
 
 
 def _early(facts: RunFacts) -> Iterator[Hit]:
@@ -137,6 +142,7 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.OPTIMIZERS,),
         fix="Make the scheduler from the optimizer that is stepped, and prepare both in one call.",
         source=("pain 15",),
+        milder="for one that was right at first, and whose optimizer another has replaced since",
     ),
     Rule(
         id="run.rate-squared",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
-from math import isclose, prod, sqrt
+from math import prod, sqrt
 
 from attrs import evolve, frozen
 
@@ -20,7 +20,9 @@ from prepkit.facts.proof import (
     by_rank,
     common_weight,
     counts,
+    distance,
     divided,
+    fitted,
     kinds,
     mean,
     mesh_groups,
@@ -28,6 +30,7 @@ from prepkit.facts.proof import (
     norm,
     of_micros,
     only,
+    replicas_apart,
     square_of,
 )
 from prepkit.findings.text import count, spans
@@ -45,6 +48,7 @@ OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the
 NONE_OF = "no gradient of rank "
 UNLIKE = "a sum in which a rank's part has another weight: "
 OWN = "each rank's own: nobody averages them"
+AT_EACH = " at each micro-batch"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
 NO_NUMBER = "which no number of this run explains"
 WHILE_SCALED = "clipped while they were scaled"
@@ -132,30 +136,6 @@ def scaled_by_hand(facts: ProofFacts) -> float:
     return weight if unscaled else 1.0
 
 
-# --- one gradient -----------------------------------------------------------------------------------------------------
-
-
-def _distance(one: GradientProof, copy: int, sums: Vector) -> float:
-    """Norm of what was recorded less a sum of shares."""
-    cross = sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True))
-    return sqrt(max(one.squares[copy] - 2 * cross + square_of(one.gram, sums), 0.0))
-
-
-def _apart(one: GradientProof) -> bool:
-    """Return whether ranks have stepped other gradients of one parameter than each other."""
-    return any(
-        not isclose(mine, first, rel_tol=1e-5, abs_tol=1e-12)
-        for copy in range(1, len(one.dots))
-        for mine, first in zip((one.squares[copy], *one.dots[copy]), (one.squares[0], *one.dots[0]), strict=True)
-    )
-
-
-def _fitted(one: GradientProof, copy: int, sums: Vector) -> float:
-    """The factor with which the sum is nearest to what was recorded."""
-    square = square_of(one.gram, sums)
-    return sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True)) / square if square else 0.0
-
-
 @frozen
 class _Aim:
     """What every gradient should be, and how far off it may be."""
@@ -183,7 +163,7 @@ class _Aim:
         """Why one replica of a gradient is not what it should be; None: it is, or nobody can tell."""
         sums = self._by(one.holders[copy]) if len(one.dots) > 1 else self.sums
         allowed, size = self.allowed(one), sqrt(square_of(one.gram, sums))
-        if _distance(one, copy, sums) <= allowed:
+        if distance(one, copy, sums) <= allowed:
             return None
         share = max(sqrt(one.gram[i][i]) for i in range(len(one.gram))) if one.gram else 0.0
         if max(size, share) < 3 * allowed and sqrt(one.squares[copy]) < 10 * allowed:
@@ -191,8 +171,8 @@ class _Aim:
         relative = allowed / size if size else 1.0
         if one.squares[copy] <= (NOTHING * size) ** 2:
             return Cause("prove.no-gradient", "zeros")
-        ratio = _fitted(one, copy, sums)
-        if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
+        ratio = fitted(one, copy, sums)
+        if ratio > 0 and distance(one, copy, tuple(ratio * a for a in sums)) <= ratio * size * relative:
             parts = self.facts.clip is not None and self.facts.clip.parts
             if all(share.given for share in self.facts.shares) and near(ratio * divided(self.facts), 1.0):
                 return None  # a stage that divides what it is given by the micro-batches
@@ -205,10 +185,10 @@ class _Aim:
             *_clipped_apart(self.facts, plain),
             *_parts(self.facts, sums, one.holders[copy]),
         ):
-            ratio, length = _fitted(one, copy, other), sqrt(square_of(one.gram, other))
-            if cause.why.startswith(NONE_OF) and (not near(ratio, 1.0) or _apart(one)):
+            ratio, length = fitted(one, copy, other), sqrt(square_of(one.gram, other))
+            if cause.why.startswith(NONE_OF) and (not near(ratio, 1.0) or replicas_apart(one)):
                 continue  # as it is behind a true average alone
-            if ratio > 0 and _distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
+            if ratio > 0 and distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
                 length * relative, allowed
             ):
                 return evolve(cause, ratio=1.0 if near(ratio, 1.0) else ratio)
@@ -228,9 +208,9 @@ class _Aim:
         """Of a gradient in another direction; None: that is told as a limit."""
         square, size = one.squares[copy] * square_of(one.gram, sums), sqrt(square_of(one.gram, sums))
         cosine = sum(a * d for a, d in zip(sums, one.dots[copy], strict=True)) / sqrt(square) if square else 0.0
-        off = _distance(one, copy, sums) / size if size else 0.0
+        off = distance(one, copy, sums) / size if size else 0.0
         if self.as_left(one):
-            return Cause("prove.direction", OTHER_ON_EACH, cosine=cosine, off=off) if _apart(one) else None
+            return Cause("prove.direction", OTHER_ON_EACH, cosine=cosine, off=off) if replicas_apart(one) else None
         why = self._unlike(one, copy) or "no sum of the micro-batches' gradients"
         return Cause("prove.direction", why, cosine=cosine, off=off)
 
@@ -240,7 +220,7 @@ class _Aim:
         if by is None:
             return ""
         near_by = tuple(by[share.rank] * a for a, share in zip(self.sums, self.facts.shares, strict=True))
-        if _distance(one, copy, near_by) > max(1.0, *map(abs, by)) * self.allowed(one):
+        if distance(one, copy, near_by) > max(1.0, *map(abs, by)) * self.allowed(one):
             return ""
         return UNLIKE + ", ".join(f"{factor:.2f} x of rank {rank}" for rank, factor in enumerate(by))
 
@@ -259,7 +239,7 @@ class _Aim:
         """Whether every gradient is this multiple of what it should be."""
         seen = (one for one in self.facts.gradients if one.dots)
         told = (one for one in seen if sqrt(square_of(one.gram, self.sums)) > 3 * self.allowed(one))
-        return all(near(_fitted(one, 0, self.sums), ratio) for one in told)
+        return all(near(fitted(one, 0, self.sums), ratio) for one in told)
 
     def scaled_apart(self, gradients: Sequence[GradientProof], *, turned: bool) -> Cause | None:
         """The cause where each rank has scaled what it holds of these by a number of its own; None: that is not so.
@@ -274,8 +254,8 @@ class _Aim:
                 size = sqrt(square_of(part.gram, plain))
                 if len(part.dots) != 1 or size <= 3 * self.allowed(part):
                     continue
-                ratio = _fitted(part, 0, plain)
-                off = _distance(part, 0, tuple(ratio * a for a in plain))
+                ratio = fitted(part, 0, plain)
+                off = distance(part, 0, tuple(ratio * a for a in plain))
                 if off > ratio * self.allowed(part) / self.clipping:
                     return None
                 if not near(ratio, ratios.setdefault(part.holders[0], ratio)):
@@ -296,7 +276,7 @@ class _Aim:
         if not one.weight_square or not one.along or one.numel < LEAST:
             return None
         along = one.along[copy] - sum(a * dot for a, dot in zip(self.sums, one.weight, strict=True))
-        by, off = along / one.weight_square, _distance(one, copy, self.sums)
+        by, off = along / one.weight_square, distance(one, copy, self.sums)
         rest = sqrt(max(off**2 - by**2 * one.weight_square, 0.0))
         return by if by > 0 and rest <= max(allowed, 1e-3 * off) else None
 
@@ -347,8 +327,8 @@ def _parts(facts: ProofFacts, sums: Vector, holder: int) -> Iterator[tuple[Cause
     if micros > 1:
         last = micros - 1
         for by, rule, why in (
-            (world, "prove.summed", f"summed over the {world} ranks at each micro-batch"),
-            (1 / world, "prove.averaged-twice", f"averaged twice over the {world} ranks at each micro-batch"),
+            (world, "prove.summed", f"summed over the {world} ranks{AT_EACH}"),
+            (1 / world, "prove.averaged-twice", f"averaged twice over the {world} ranks{AT_EACH}"),
         ):
             again = tuple(a * by ** (micros - share.micro) for a, share in zip(sums, facts.shares, strict=True))
             if world > 1:
@@ -384,7 +364,9 @@ def _clipped_apart(facts: ProofFacts, sums: Vector) -> Iterator[tuple[Cause, Vec
     each = facts.shrunk
     if each and max(each) > 1.001 * min(each):
         shrunk = tuple(a * each[share.rank] for a, share in zip(sums, facts.shares, strict=True))
-        yield Cause("prove.clipped-scaled", BY_EACH_RANK), shrunk
+        most = facts.clip.most if facts.clip is not None else 1.0
+        hows = [f"from {most / by:.4g} on rank {rank}" for rank, by in enumerate(each[:4]) if 0 < by < 1]
+        yield Cause("prove.clipped-scaled", f"{BY_EACH_RANK}: to a norm of {most:g} {', '.join(hows)}"), shrunk
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -418,7 +400,7 @@ def steps_apart(facts: ProofFacts) -> bool:
 @lru_cache(maxsize=8)
 def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     if facts.beside:  # the shares are not all that was added up
-        names = tuple(one.name for one in facts.gradients if _apart(one))
+        names = tuple(one.name for one in facts.gradients if replicas_apart(one))
         rule = "prove.past-wrapper" if facts.wrapper else "prove.not-averaged"
         return ((Cause(rule, OWN), names),) if names else ()
     if (
@@ -445,6 +427,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for key in lacking:
             alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
             found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
+    _fold(found, {one.name for one in facts.gradients if one.numel == 1})
     apart = ("prove.direction", "prove.clipped-scaled")
     turned = any(rule in apart and not why.startswith(WHILE_SCALED) for rule, why in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
@@ -454,6 +437,15 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for every in found.values()
         if not (every[0][0].rule == "prove.direction" and facts.clip is not None and facts.clip.early)
     )
+
+
+def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], tiny: set[str]) -> None:
+    """Lays gradients of one element, which are a multiple of whatever they should be, to the one cause of others."""
+    told = ("prove.ratio", NO_NUMBER)
+    if len(found) == 2 and tiny.issuperset(name for _, name in found.get(told, [])) and told in found:
+        names = [name for _, name in found.pop(told)]
+        ((cause, _), *_) = every = next(iter(found.values()))
+        every += [(cause, name) for name in names]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:

@@ -11,6 +11,7 @@ from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, near, norm
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
+    AT_EACH,
     BY_EACH_RANK,
     BY_THE_RANKS,
     NONE_OF,
@@ -53,6 +54,9 @@ _WRAP = (
 )
 _AS_OTHERS = "Average those too, as the others, behind the last backward: dist.all_reduce(param.grad), and divide."
 _TIMES_RANKS = "Multiply the loss by the ranks, dist.get_world_size(), over which the wrapper averages."
+_AT_END = (
+    "Reduce gradients once, behind the last backward of the step, and divide by the ranks once: there, or at the loss."
+)
 _NOWHERE = "Divide by the accumulation in one place, and by the ranks in none: the wrapper averages over them."
 _ONE_SEED = (
     "Draw what is added to gradients from a torch.Generator with one seed on all ranks, or send rank 0's: "
@@ -77,7 +81,8 @@ def gradients(rule: str, facts: ProofFacts) -> Iterator[Hit]:
     for cause, names in causes(facts):
         if cause.rule == rule and not (rule in BY_HAND and by_hand(facts)):
             who = "All gradients are" if len(names) == len(facts.gradients) else f"{_those(names, facts)} are"
-            shows = rule == "prove.ratio" or not near(cause.ratio, 1.0)
+            sums = BY_EACH_RANK in cause.why or AT_EACH in cause.why  # which are no multiple of what they should be
+            shows = rule == "prove.ratio" or not (sums or near(cause.ratio, 1.0))
             ratio = f"{cause.ratio:{'.3f' if cause.ratio < 1e6 else '.3g'}} x what they should be" if shows else ""
             angle = f" (cosine {cause.cosine:.{4 if cause.cosine > ALMOST else 2}g}, off by {cause.off:.2g} of it)"
             why = cause.why + (angle if rule == "prove.direction" else "")
@@ -97,7 +102,7 @@ def _early(rule: str, facts: ProofFacts) -> str:
 
 def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts) -> str:
     """What to do where that is not what the rule says in general."""
-    if rule == "prove.clipped-scaled" and cause.why == BY_EACH_RANK:
+    if rule == "prove.clipped-scaled" and cause.why.startswith(BY_EACH_RANK):
         return "Clip once the gradients are averaged, by one norm of all of them."
     if cause.why.startswith(WHILE_SCALED):
         return _UNSCALE_FIRST
@@ -112,8 +117,8 @@ def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts)
         )
     if rule == "prove.not-averaged" and facts.raw and cause.why == OWN:
         return _WRAP if len(names) == len(facts.gradients) else _AS_OTHERS
-    if cause.why.startswith(BY_THE_RANKS):
-        return _TIMES_RANKS
+    if AT_EACH in cause.why or cause.why.startswith(BY_THE_RANKS):
+        return _AT_END if AT_EACH in cause.why else _TIMES_RANKS
     if rule == "prove.accumulation" and "average is taken too" in cause.why:
         return _NOWHERE
     if cause.why == OTHER_ON_EACH:

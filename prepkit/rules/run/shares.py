@@ -33,6 +33,12 @@ def _gathered(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what}: no gradient flows through that side of it.")
 
 
+def _misplaced(facts: RunFacts) -> Iterator[Hit]:
+    for line, told, own in _shares(facts).misplaced:
+        what = f"Samples of this rank are compared with those of all ranks, and their targets begin at column {told}"
+        yield Hit(line, f"{what}: their own pairs begin at {own}, and what it learns are pairs of another rank.")
+
+
 def _unwaited(facts: RunFacts) -> Iterator[Hit]:
     for line, name in _shares(facts).unwaited:
         yield Hit(line, f"{name}(async_op=True) over a gradient was not waited for, and the optimizer steps now.")
@@ -71,6 +77,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write gathered[rank] = outputs before they are joined.",
         severity=Severity.WARNING,
         source=("torch.distributed.all_gather", "torch.distributed.nn.functional.all_gather"),
+    ),
+    Rule(
+        id="run.pairs-misplaced",
+        summary="Targets among gathered samples are the rank's own.",
+        check=_misplaced,
+        at=(Moment.AUDIT,),
+        fix="Write targets = torch.arange(len(x)) + rank * len(x).",
+        severity=Severity.WARNING,
+        source=("torch.distributed.all_gather",),
     ),
     Rule(
         id="run.unwaited",

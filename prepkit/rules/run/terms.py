@@ -18,6 +18,9 @@ def _targets(facts: RunFacts) -> Iterator[Hit]:
     for line in _terms(facts).targets:
         what = "The target, a reward and a part of the model's own outputs, requires a gradient: the loss moves it"
         yield Hit(line, f"{what} towards what is predicted.")
+    for line in facts.window.advantages if facts.window is not None else ():
+        what = "A log-probability is multiplied with a constant less what trains, as an advantage is, and both require"
+        yield Hit(line, f"{what} a gradient: the loss of the policy moves the critic too.", _ADVANTAGE)
 
 
 def _cancelled(facts: RunFacts) -> Iterator[Hit]:
@@ -46,10 +49,22 @@ def _masked(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what} there: it says nothing of the model, and trains nothing.")
 
 
+def _undone(facts: RunFacts) -> Iterator[Hit]:
+    for line, shape in _terms(facts).undone:
+        what = f"A sum x + (y - x) of shape {[*shape]} goes into the loss, and its gradient goes to y alone"
+        yield Hit(line, f"{what}: that of x is added and taken off, and what has computed x learns nothing by it.")
+
+
 def _ratios(facts: RunFacts) -> Iterator[Hit]:
     for line in facts.window.ratios if facts.window is not None else ():
         what = "The ratio of the new policy to the old one is 1 for every sample, though it has stepped since it drew"
         yield Hit(line, f"{what} them: the old log-probabilities are computed anew, and clipping never acts.")
+
+
+def _cut_draws(facts: RunFacts) -> Iterator[Hit]:
+    for line, kind in facts.window.cut_draws if facts.window is not None else ():
+        what = f"{kind}.sample() has no graph: layers that train are given what it draws, and what makes its parameters"
+        yield Hit(line, f"{what} learns nothing of what comes of it, though it is trained by the same loss.")
 
 
 def _dropped(facts: RunFacts) -> Iterator[Hit]:
@@ -75,6 +90,7 @@ def _alike(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.loss, f"It is given {one.what}.", one.fix)
 
 
+_ADVANTAGE = "Write -(log_prob * advantage.detach()).mean() in the loss of the policy."
 _USED = "Give the new weights to the second call: torch.func.functional_call(model, fast, (x,))."
 
 RULES: tuple[Rule, ...] = (
@@ -86,6 +102,15 @@ RULES: tuple[Rule, ...] = (
         fix="Compute the target under torch.no_grad(), or give the loss target.detach().",
         severity=Severity.WARNING,
         source=("torch Tensor.detach",),
+    ),
+    Rule(
+        id="run.drawn-without-graph",
+        summary="What layers of a loss are given, drawn from what the loss trains, has a graph.",
+        check=_cut_draws,
+        at=(Moment.AUDIT,),
+        fix="Write rsample() in its place.",
+        severity=Severity.WARNING,
+        source=("torch.distributions: Pathwise derivative",),
     ),
     Rule(
         id="run.term-cancels",
@@ -150,6 +175,15 @@ RULES: tuple[Rule, ...] = (
         fix='Write masked_fill(mask, float("inf")) before a minimum, and float("-inf") before a maximum.',
         severity=Severity.WARNING,
         source=("torch Tensor.masked_fill",),
+    ),
+    Rule(
+        id="run.straight-through",
+        summary="A straight-through estimate gives its gradient to what it stands for.",
+        check=_undone,
+        at=(Moment.AUDIT,),
+        fix="Write x + (y - x).detach(), as of a vector quantizer.",
+        severity=Severity.WARNING,
+        source=("arXiv 1308.3432", "arXiv 1711.00937"),
     ),
     Rule(
         id="run.ratio-one",

@@ -44,6 +44,12 @@ def _blends(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what}: between two classes stand others that are neither.")
 
 
+def _lost(facts: RunFacts) -> Iterator[Hit]:
+    for one in _values(facts).lost_sums:
+        what = f"`{one.said}` writes to some places more than once: of the sums for one place the last is kept, and"
+        yield Hit(one.line, f"{what} {one.repeats} are lost.", f"Write {one.instead}." if one.instead else "")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.view-permutes",
@@ -89,6 +95,15 @@ RULES: tuple[Rule, ...] = (
         fix='Write mode="nearest" for what holds classes.',
         severity=Severity.WARNING,
         source=("torch interpolate",),
+    ),
+    Rule(
+        id="run.sums-lost",
+        summary="What is added to places that are named more than once is added each time.",
+        check=_lost,
+        at=(Moment.AUDIT,),
+        fix="Write index_add_, or index_put_((i, j), values, accumulate=True); to count, torch.bincount.",
+        severity=Severity.WARNING,
+        source=("torch Tensor.index_put_", "torch Tensor.index_add_"),
     ),
 )
 """Reporting order."""

@@ -299,24 +299,6 @@ def _undivided(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loss", f"{what}: gradients are {facts.accumulation} times what they should be.")
 
 
-def _ends(facts: RunFacts) -> Iterator[Hit]:
-    seen, scheduler = facts.window, facts.scheduler
-    if seen is None or scheduler is None or not scheduler.horizon or not seen.steps or not seen.ticks:
-        return
-    made = f"`{scheduler.name}` is made for {scheduler.horizon} ticks"
-    if scheduler.horizon < seen.ticks:
-        end = f"{seen.trainer} takes {seen.steps} steps and ticks it {seen.ticks} times: it is at its end before."
-        yield Hit("scheduler", f"{made}, and {end}", f"Make it for {seen.ticks} ticks.")
-    elif seen.ticks * scheduler.ticks * 2 <= scheduler.horizon:
-        ticks = f"{seen.trainer} ticks it {count(seen.ticks, 'time')} in {seen.steps} steps"
-        if seen.ticks < seen.steps and scheduler.horizon <= seen.steps:
-            fix = "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
-            yield Hit("scheduler", f"{made}, and {ticks}: it hardly begins.", fix)
-        else:
-            fix = f"Make it for {seen.ticks} ticks; nothing, where training is to end before it does, as in a trial."
-            yield Hit("scheduler", f"{made}, and {ticks}: most of it is left out.", fix)
-
-
 _UNLABEL = "labels.masked_fill(attention_mask == 0, -100), with the tokenizer's attention_mask"
 _ODD: dict[OddSample, tuple[str, str]] = {
     "shifted": (
@@ -483,16 +465,6 @@ RULES: tuple[Rule, ...] = (
         fix="See TORCH_LOGS=recompiles: keep counters and names out of forward, and mark sizes that change dynamic.",
         severity=Severity.WARNING,
         source=("torch._dynamo recompile_limit",),
-    ),
-    Rule(
-        id="run.trainer-schedule",
-        summary="A schedule lasts as long as the Trainer that ticks it.",
-        check=_ends,
-        at=(Moment.AUDIT,),
-        needs=(Need.OPTIMIZERS,),
-        fix="Make it for as many ticks as the Trainer makes.",
-        severity=Severity.WARNING,
-        source=("pain 15",),
     ),
     *_BESIDE,
 )

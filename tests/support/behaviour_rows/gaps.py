@@ -130,7 +130,7 @@ GAPS: dict[str, Answers] = {
     ),
     # --- global state ---
     "G-16": (
-        "test test_a_rehearsed_rank_leaves_the_environment_as_it_was",
+        "test test_a_rehearsed_rank_leaves_the_environment_and_torch_as_they_were",
         "test test_a_config_writes_no_environment_variable",
         "deviation a config writes no environment variable",
     ),
