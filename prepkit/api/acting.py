@@ -91,7 +91,7 @@ def apply(
             log_file.append(log, plan, applied.attestation, now())
     ready = prepared(applied)
     if prove:
-        from prepkit.auditing.looks import SCRIPTS
+        from prepkit.auditing.script import SCRIPTS
         from prepkit.proving.live import prove_windows
 
         if not SCRIPTS:  # else prepkit audit runs the program, and proves it where it is asked to

@@ -32,7 +32,7 @@ from prepkit.observe.prepared.instead import around_calls
 
 AGAIN = 3
 """So many optimizers of one line say that it makes one for each step."""
-_STEPS = str(Path(torch.optim.__file__).parent / "lbfgs")
+_LBFGS = str(Path(torch.optim.__file__).parent / "lbfgs")
 """The file of the optimizer that calls its closure several times for one step."""
 MOST_STEPS = 2
 """Of an optimizer that is made for a step, or for one and another; those of stages take more."""
@@ -236,7 +236,7 @@ class Ledger:
             self._looks()
         result = plain(*given, **named)
         frames = list(frames_above(__file__))
-        closes = any(one.f_code.co_filename.startswith(_STEPS) for one in frames)  # of a step that asks again and again
+        closes = any(one.f_code.co_filename.startswith(_LBFGS) for one in frames)  # of a step that asks again and again
         self._went.append(_Went(line_of_program(frames), () if closes else tuple(lines_of_program(frames))))
         for one in self._followed():
             if (now := memory_of(one.param)) != one.memory:

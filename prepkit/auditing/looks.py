@@ -37,9 +37,6 @@ LATER = (
 NOTHING = "run.steps-nothing"
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 
-SCRIPTS: list[str] = []
-"""Scripts that run under an audit, which proves them where it is asked to: they are not to prove themselves too."""
-
 
 class FirstStep(BaseException):
     """Ends the script where its first step would begin; no ``except Exception`` of the script holds it up."""

@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.auditing.losses import SHAPES
-from prepkit.auditing.terms import ASKS, graph, name_of
+from prepkit.auditing.terms import ASKS, graph, name_of, taken_from
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 
@@ -182,8 +182,7 @@ def _has(value: Any, drawn: _Drawn) -> bool:
 def _is_weighed(node: Any, drawn: _Drawn) -> bool:
     """Return whether a weight that trains is applied to what was drawn."""
     kept = WEIGHED.get(name_of(node))
-    below = [one for one, _ in node.next_functions if one is not None]
-    leaves = (leaf for one in below for leaf in (one, *(each for each, _ in one.next_functions)))
+    leaves = (leaf for one in taken_from(node) for leaf in (one, *(each for each, _ in one.next_functions)))
     if kept is None or not any(hasattr(one, "variable") for one in leaves):
         return False
     try:
@@ -201,16 +200,12 @@ def _is_led(node: Any) -> bool:
     return any(_is_log_probability(one) and _is_advantage(other) for one, other in pairs)
 
 
-def _before(node: Any) -> list[Any]:
-    return [one for one, _ in node.next_functions if one is not None]
-
-
 def _is_log_probability(node: Any) -> bool:
     """Return whether it is one of what was drawn, or the exponential of a difference from another."""
     for _ in range(MOST_HOPS):
         if node.metadata.get(MARK) or _is_picked(node):
             return True
-        name, before = name_of(node), _before(node)
+        name, before = name_of(node), taken_from(node)
         joins = name in ("Stack", "Cat", "Sum", "Neg", "Exp", *SHAPES) or (name in ("Add", "Sub") and len(before) == 1)
         if not joins or not before:
             return False
@@ -220,13 +215,13 @@ def _is_log_probability(node: Any) -> bool:
 
 def _is_picked(node: Any) -> bool:
     """Return whether it takes one of each sample's log-probabilities."""
-    return name_of(node) in ("Gather", "Index") and any(name_of(one) == "LogSoftmax" for one in _before(node))
+    return name_of(node) in ("Gather", "Index") and any(name_of(one) == "LogSoftmax" for one in taken_from(node))
 
 
 def _is_advantage(node: Any) -> bool:
     """Return whether it is, before it was normalised, a tensor without a graph less an output of parameters."""
     for _ in range(MOST_HOPS):
-        name, before = name_of(node), _before(node)
+        name, before = name_of(node), taken_from(node)
         if name == "Sub" and node.next_functions[0][0] is None and before:
             return not _is_log_probability(before[0]) and _leads_to_weights(before)
         through = name in ("Div", "Mul", "Neg", "Stack", "Sub", *SHAPES)

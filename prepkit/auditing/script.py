@@ -28,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.auditing import looks
 from prepkit.auditing.audit import audit
 from prepkit.auditing.looks import FIRST, PUT_AROUND, FirstStep, ScriptLooks, behind_closure, everywhere, put_around
 from prepkit.auditing.outcome import Audit
@@ -49,6 +48,8 @@ from prepkit.ranks.world import world
 from prepkit.rules import by_id
 from prepkit.rules.rule import findings_of
 
+SCRIPTS: list[str] = []
+"""Those that run under an audit, which proves them where it is asked to: they are not to prove themselves too."""
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
 """Rooms of prepkit whose code stands between a script and torch."""
 _OURS = str(Path(__file__).parents[1]) + "/"
@@ -198,8 +199,7 @@ def told(script: str, error: Exception, step: str = FIRST) -> str:
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
     if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error)):
         return f"{shown}this was raised by prepkit itself, and not by {script}: report it, please"
-    nothing = "" if step != FIRST else ", so that there was nothing to audit"
-    return f"{shown}{script} raised before {step}{nothing}"
+    return f"{shown}{script} raised before {step}{', so that there was nothing to audit' * (step == FIRST)}"
 
 
 def _is_ours(calls: list[CodeType], said: str) -> bool:
@@ -213,11 +213,11 @@ def as_main(script: str, arguments: tuple[str, ...]) -> Iterator[None]:
     """``sys.argv`` and ``sys.path`` as Python sets them for a script."""
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).resolve().parent)]
-    looks.SCRIPTS.append(script)
+    SCRIPTS.append(script)
     try:
         yield
     finally:
-        looks.SCRIPTS.pop()
+        SCRIPTS.pop()
         sys.argv, sys.path[:] = argv, path
 
 

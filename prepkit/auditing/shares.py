@@ -187,7 +187,8 @@ class SharedWork:
 
     def _compares(self, plain: Any, *given: Any, **named: Any) -> Any:
         if self._parts and not torch.compiler.is_compiling():
-            outputs, targets = [*given, *(named[one] for one in ("input", "target") if one in named)][:2]
+            outputs: Any = given[0] if given else named.get("input")
+            targets: Any = given[1] if len(given) > 1 else named.get("target")
             if type(outputs) is Tensor and outputs.grad_fn is not None and outputs.dim() == 2:
                 for told, own in _columns(outputs, targets, self._parts):
                     self._misplaced[line_of_program(frames_above(__file__)), told, own] = None
@@ -403,6 +404,7 @@ def _columns(outputs: Tensor, targets: Any, parts: list[tuple[int, Tensor]]) -> 
     if not bool((targets == torch.arange(told, told + rows, device=targets.device)).all()):
         return
     held = (one for node in _graph(outputs.grad_fn, NEAREST) for one in _kept_by(node) if columns in one.shape[-2:])
+    parts = [(length, numbers) for length, numbers in parts if numbers.device == outputs.device]
     for one in held:
         flat = _in_storage(one)
         blocks = () if flat is None else flat.view(columns // rows, -1)

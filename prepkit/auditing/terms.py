@@ -154,7 +154,7 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node._input_metadata[0].shape)
 
 
-def _before(node: Any) -> list[Any]:
+def taken_from(node: Any) -> list[Any]:
     """The nodes that one takes from, without those of what needs no gradient."""
     return [one for one, _ in node.next_functions if one is not None]
 
@@ -163,7 +163,7 @@ def graph(node: Any) -> list[Any]:
     """Every node of a graph, the last computed first; nothing: there are too many."""
     found, waiting = {node: None}, [node]
     while waiting:
-        new = [one for one in _before(waiting.pop()) if one not in found]
+        new = [one for one in taken_from(waiting.pop()) if one not in found]
         found |= dict.fromkeys(new)
         waiting += new
         if len(found) > MOST_NODES:
@@ -176,7 +176,7 @@ def split(node: Any) -> Iterator[Any]:
     waiting, seen = [node], 0
     while waiting:
         node, seen = waiting.pop(), seen + 1
-        name, before = name_of(node), _before(node)
+        name, before = name_of(node), taken_from(node)
         through = name in ("Add", "Sub", "Rsub", "Neg", *SHAPES) or (name in ("Mul", "Div") and len(before) == 1)
         if through and before and seen < MOST_TOPS and all(_numbers(one) == 1 for one in before):
             waiting += before
@@ -192,9 +192,9 @@ def _numbers(node: Any) -> int:
 def _past(node: Any) -> Any:
     """The node that has made these values, past those that change none."""
     for _ in range(6):
-        if node is None or name_of(node) not in {*SHAPES, "Expand"} or not _before(node):
+        if node is None or name_of(node) not in {*SHAPES, "Expand"} or not taken_from(node):
             break
-        node = _before(node)[0]
+        node = taken_from(node)[0]
     return node
 
 
@@ -206,7 +206,7 @@ def _compared(term: Any) -> Iterator[tuple[Any, Any]]:
     waiting, seen = [term], {term}
     while waiting and len(seen) < MOST_TOPS:
         node = waiting.pop()
-        name, before = name_of(node), list(dict.fromkeys(_before(node)))
+        name, before = name_of(node), list(dict.fromkeys(taken_from(node)))
         if name in COMPARED and len(before) == 2:
             yield before[0], before[1]
         elif name in SPREAD or name in COMPARED:
@@ -232,12 +232,12 @@ def _bootstraps(pair: tuple[Any, Any]) -> bool:
 def _added(node: Any) -> Any:
     """The node of outputs of which a part is added to what needs no gradient; None: this is something else."""
     node = _past(node)
-    if name_of(node) != "Add" or len(_before(node)) != 1:
+    if name_of(node) != "Add" or len(taken_from(node)) != 1:
         return None
-    node = _past(_before(node)[0])
+    node = _past(taken_from(node)[0])
     parts = 0
-    while name_of(node) == "Mul" and len(_before(node)) == 1:
-        node, parts = _past(_before(node)[0]), parts + 1
+    while name_of(node) == "Mul" and len(taken_from(node)) == 1:
+        node, parts = _past(taken_from(node)[0]), parts + 1
     return node if parts else None
 
 
@@ -253,7 +253,7 @@ def _leaves(node: Any) -> set[int]:
 def _takes_masked(node: Any) -> bool:
     """Return whether a minimum or maximum along a dimension takes, in each of its rows, what a mask has put there."""
     indices = getattr(node, "_saved_indices", None)
-    masked = _masked(_before(node)[0]) if indices is not None and _before(node) else None
+    masked = _masked(taken_from(node)[0]) if indices is not None and taken_from(node) else None
     if masked is None or indices is None or indices.numel() < FEWEST_ROWS:
         return False
     dim: int = node._saved_dim
@@ -266,7 +266,7 @@ def _takes_masked(node: Any) -> bool:
 def _masked(node: Any) -> Tensor | None:
     """Where a mask has put another number; None: there is no mask."""
     match name_of(node):
-        case "Mul" if len(_before(node)) == 1:
+        case "Mul" if len(taken_from(node)) == 1:
             mask = node._saved_other if node._saved_other is not None else node._saved_self
             is_mask = isinstance(mask, Tensor) and mask.dim() and bool(((mask == 0) | (mask == 1)).all())
             return mask == 0 if is_mask else None
@@ -283,11 +283,13 @@ def _takes_off(node: Any) -> bool:
     """Return whether it is ``x + (y - x)``, of which ``x`` gets no gradient."""
     edges = node.next_functions
     whole = getattr(node, "_saved_alpha", 1) == 1
-    for added, rest in (edges, edges[::-1]) if len(edges) == 2 and whole else ():
-        other = rest[0]
-        if added[0] is not None and name_of(other) == "Sub" and getattr(other, "_saved_alpha", 1) == 1:
-            return bool(other.next_functions[1:] == (added,))
-    return False
+    return whole and len(edges) == 2 and any(_less(other, added) for added, (other, _) in (edges, edges[::-1]))
+
+
+def _less(node: Any, edge: tuple[Any, int]) -> bool:
+    """Return whether it is something less what comes from an edge."""
+    whole = name_of(node) == "Sub" and getattr(node, "_saved_alpha", 1) == 1
+    return whole and edge[0] is not None and node.next_functions[1] == edge
 
 
 # --- a term that cancels ---

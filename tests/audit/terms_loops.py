@@ -411,6 +411,11 @@ def quantized_the_other_way(model: nn.Module, x: Tensor) -> Tensor:
     return through(code[2:], code[:2].tanh(), lambda code, nearest: (nearest - code) + code)
 
 
+def quantized_remainder(model: nn.Module, x: Tensor) -> Tensor:
+    said = model(x)
+    return through(said[2:] - said[1:2], said[:2].tanh(), lambda code, nearest: (nearest - code) + code)
+
+
 def straight_through(model: nn.Module, x: Tensor) -> Tensor:
     code = model(x)
     return through(code[2:], code[:2].tanh(), lambda code, nearest: code + (nearest - code).detach())
@@ -439,6 +444,7 @@ WRONG_TERMS: tuple[Loop, ...] = tuple(
         ("run.term-cancels", ratio_to_itself_again),
         ("run.straight-through", quantized),
         ("run.straight-through", quantized_the_other_way),
+        ("run.straight-through", quantized_remainder),
         ("run.masked-chosen", nearest_of_products),
         ("run.masked-chosen", nearest_of_filled),
     )

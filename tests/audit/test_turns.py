@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from prepkit.observe.prepared.optimizers import end_of_factors
 from tests.audit import test_script
 from tests.audit.test_script import Auditor
 
@@ -153,3 +157,20 @@ def test_a_schedule_that_another_file_ticks_is_not_idle(run: Auditor, tmp_path: 
     (tmp_path / "helpers.py").write_text("def turned(thing):\n    thing.step()\n")
     text = "from helpers import turned\n" + HEAD + COSINE.format("EPOCHS") + BY_PASS.format("turned(scheduler)")
     assert told(run, text) == []
+
+
+@pytest.mark.parametrize(
+    ("factor", "end"),
+    [
+        (lambda at: max(0.0, 1 - at / 40), 40),
+        (lambda at: max(0.1, 0.5 * (1 + math.cos(math.pi * min(1.0, at / 100)))), 80),
+        (lambda at: min(1.0, at / 10), None),
+        (lambda at: 1 / (1 + at), None),
+        (lambda at: 0.5**at, None),
+        (lambda at: [1.0, 0.5, 0.1][at], None),
+    ],
+    ids=["line", "cosine", "warm-up alone", "no end", "rounded to nothing", "knows its ticks alone"],
+)
+def test_the_end_of_a_function_is_where_it_stays_small(factor: Callable[[int], float], end: int | None) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    assert end_of_factors(torch.optim.lr_scheduler.LambdaLR(optimizer, factor)) == end

@@ -14,8 +14,10 @@ from attrs import field, frozen
 from torch import nn
 
 import prepkit as pk
+from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, PlanRejected, RunRefused, Severity
 from prepkit.proving import spawned
+from prepkit.proving.proof import Proof
 from prepkit.proving.trial_fails import ProcessDied
 from tests.proving import unfit
 from tests.proving.small import batches, loss
@@ -203,3 +205,15 @@ def test_a_command_tells_what_a_rule_refused_and_which_process_has_died(tmp_path
             done = run("prove", str(tmp_path / "plan.json"), *words)
         assert done.exit_code == 1
         assert says in done.output
+
+
+def test_a_command_ends_with_a_code_of_its_own_where_nothing_could_be_proven(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    pk.save(pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=SGD), unfit.Plain(), env=env_of_two()), path)
+    here = "tests.proving.small"
+    words = ["--model", f"{here}:make", "--batches", f"{here}:batches", "--loss", f"{here}:loss"]
+    wrong = Finding(rule="run.x", severity=Severity.ERROR, where="model", what="It is off.", fix="Mend it.")
+    for unproven, findings, code in (("", (), 0), ("It draws.", (), 4), ("It draws.", (wrong,), 1)):
+        facts = ProofFacts(world=2, shares=(), unproven=unproven)
+        with patch("prepkit.api.prove", return_value=Proof(facts=facts, findings=findings)):
+            assert run("prove", path, *words).exit_code == code
