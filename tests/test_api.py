@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -278,3 +280,25 @@ def test_every_public_name_arrives() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         _ = pk.nonsense
     assert callable(pk.diff)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_python_s_collector_looks_at_what_apply_makes_alone(accepted: bool, frozen: bool) -> None:
+    """A look at all of torch would cost more than the rest of a first ``apply``; what a user has frozen stays so."""
+    plan = pk.build_plan(pk.Config(engine=pk.Single(), optimizer=pk.optim.SGD(lr=0.1)), model())
+    spared: list[bool] = []
+
+    def require(_: bytes) -> bool:
+        spared.append(gc.get_freeze_count() > 0)
+        return accepted
+
+    if frozen:
+        gc.freeze()
+    try:
+        with nullcontext() if accepted else pytest.raises(pk.PlanRejected):
+            pk.apply(plan, require=require)
+        assert spared == [True]
+        assert bool(gc.get_freeze_count()) is frozen
+    finally:
+        gc.unfreeze()

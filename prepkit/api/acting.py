@@ -18,7 +18,7 @@ from prepkit.codec.statement import statement_text
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected
 from prepkit.findings.text import shorter
-from prepkit.later import collector_paused, needs_torch
+from prepkit.later import needs_torch, old_objects_frozen
 from prepkit.plan import Plan
 from prepkit.rules import found
 
@@ -66,7 +66,7 @@ def apply(
     if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
         raise ValueError(f"prove={prove!r:.40} is no number of windows; write prove=1 for the first one")
     needs_torch("pk.apply")
-    with collector_paused():
+    with old_objects_frozen():
         from prepkit import planner
         from prepkit.applying.apply import apply as act
         from prepkit.applying.apply import guarded, look
@@ -74,22 +74,22 @@ def apply(
         from prepkit.ranks.launcher import rank
         from prepkit.training.prepared import prepared
 
-    given = plan.target or Given(model=None)
-    divided = given.loaders if loaders is None else loaders_of(loaders)
-    with guarded(plan) as guard:
-        today = look(
-            plan,
-            model=given.model if model is None else model,
-            optimizer=given.optimizer if optimizer is None else optimizer,
-            scheduler=given.scheduler if scheduler is None else scheduler,
-            loaders=divided,
-        )
-        new = () if today.refusals else planner.since(plan, today.facts)
-        log = log if rank() == 0 else None
-        applied = act(plan, today, guard, (*new, *_refused(plan, require, log)), fingerprint=fingerprint)
-        if log is not None:
-            log_file.append(log, plan, applied.attestation, now())
-    ready = prepared(applied)
+        given = plan.target or Given(model=None)
+        divided = given.loaders if loaders is None else loaders_of(loaders)
+        with guarded(plan) as guard:
+            today = look(
+                plan,
+                model=given.model if model is None else model,
+                optimizer=given.optimizer if optimizer is None else optimizer,
+                scheduler=given.scheduler if scheduler is None else scheduler,
+                loaders=divided,
+            )
+            new = () if today.refusals else planner.since(plan, today.facts)
+            log = log if rank() == 0 else None
+            applied = act(plan, today, guard, (*new, *_refused(plan, require, log)), fingerprint=fingerprint)
+            if log is not None:
+                log_file.append(log, plan, applied.attestation, now())
+        ready = prepared(applied)
     if prove:
         from prepkit.auditing.script import SCRIPTS
         from prepkit.proving.live import prove_windows
