@@ -12,6 +12,11 @@ from math import isclose, sqrt
 
 from attrs import frozen
 
+ACCELERATED = "which torch runs on an accelerator alone"
+OWN_COLLECTIVE = "which one process cannot do again alone"
+COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
+"""Words of why nothing is proven, by which a fix is chosen."""
+
 
 @frozen(kw_only=True)
 class LossShare:

@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from math import sqrt
 from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, near, norm, tasks
+from prepkit.facts.proof import (
+    ACCELERATED,
+    COPIES,
+    OWN_COLLECTIVE,
+    LossShare,
+    ProofFacts,
+    counts,
+    kinds,
+    near,
+    norm,
+    tasks,
+)
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
@@ -62,6 +73,26 @@ _ONE_SEED = (
     "Draw what is added to gradients from a torch.Generator with one seed on all ranks, or send rank 0's: "
     "dist.broadcast(param.grad, src=0); and decide on all ranks alike what is cut or left out."
 )
+
+
+_ACCELERATED = (
+    "Prove the model as it was before convert_sync_batchnorm (sync_batchnorm=False), and the real run, all but its "
+    "gradients, by pk.apply(plan, prove=1) on accelerators."
+)
+_OWN_COLLECTIVE = (
+    "Nothing, where it is meant. To see the rest: while you prove, let the forward return what this rank has, and "
+    "gather in the loss."
+)
+_COPIES = (
+    "Compare by hand what the copies get, as dist.all_reduce makes it: the proof follows weights of the model alone."
+)
+_GO_ON = ((ACCELERATED, _ACCELERATED), (OWN_COLLECTIVE, _OWN_COLLECTIVE), (COPIES, _COPIES))
+"""What to do about what is not proven, by words of why."""
+
+
+def go_on(facts: ProofFacts) -> str:
+    """Return what to do about a window that is not proven, where that is not what the rule says in general."""
+    return next((fix for words, fix in _GO_ON if words in facts.unproven), "")
 
 
 def by_hand(facts: ProofFacts) -> bool:

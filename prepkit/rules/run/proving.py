@@ -19,6 +19,7 @@ from prepkit.rules.run.proof_gradients import (
     by_hand,
     clipped,
     cut,
+    go_on,
     gradients,
     made_otherwise,
     micro_batch,
@@ -266,7 +267,7 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         what = f"The gradients of {count(facts.cleared, 'micro-batch')} were cleared, and what was stepped is no sum of"
         yield Hit("proof", f"{what} those after: the program has put them together itself, or they are wrong.")
     if facts.unproven:
-        yield Hit("proof", f"{facts.unproven}.")
+        yield Hit("proof", f"{facts.unproven}.", go_on(facts))
     for why in facts.unstepped:
         yield Hit("proof", f"{why}: nothing of it was proven.", _UNSTEPPED)
     if facts.unrepeated and not (facts.outputs or facts.options_apart or weights_by_rank(facts)):
