@@ -201,6 +201,8 @@ class ProofFacts:
     """The class of what wraps the model there, or stands around the model that is called; empty: nothing does."""
     raw: bool = False
     """Whether nothing wraps or shards the model, or a part of it."""
+    uses: tuple[str, ...] = ()
+    """Tools that the program has made (``DDP``, ``accelerate``, ``loaders``), and ``torch``; empty: nobody knows."""
     scales_apart: bool = False
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()

@@ -326,6 +326,7 @@ def disturbed_of(records: tuple[Record, ...]) -> Disturbed:
         beside=names_of("beside"),
         wrapper=next((one.wrapper for one in every if one.wrapper), ""),
         raw=any(one.raw for one in every),
+        uses=names_of("uses"),
         cleared=max(one.cleared for one in every),
         wasted=min(one.wasted for one in every),
         unstepped=names_of("unstepped"),

@@ -213,8 +213,13 @@ class Recorder(Turns):
 
     def _around(self, root: nn.Module, untold: Waiting) -> dict[str, Any]:
         """What stands around and beside the root, as ``Disturbed`` has it."""
-        beside = {"unstepped": untold.unstepped, "detached": untold.detached}
-        return {"wrapper": self.around.wrapper or bare.wrapped_by(root), "raw": bare.is_raw(root), **beside}
+        beside = {"unstepped": untold.unstepped, "detached": untold.detached, "uses": bare.uses()}
+        return {
+            "wrapper": self.around.wrapper or bare.wrapped_by(root),
+            "raw": bare.is_raw(root),
+            "uses": bare.uses(),
+            **beside,
+        }
 
     def _root(self, module: nn.Module, *_: Any) -> None:
         """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""

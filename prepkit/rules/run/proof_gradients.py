@@ -8,9 +8,6 @@ from math import sqrt
 from operator import itemgetter
 
 from prepkit.facts.proof import (
-    ACCELERATED,
-    COPIES,
-    OWN_COLLECTIVE,
     LossShare,
     ProofFacts,
     counts,
@@ -36,6 +33,7 @@ from prepkit.rules.run.proof_causes import (
     causes,
     scaled_by_hand,
 )
+from prepkit.rules.run.proof_fixes import TORCH, wrapper
 
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 """Rules about what a program that puts gradients together itself may mean."""
@@ -65,6 +63,8 @@ _WRAP = (
 )
 _AS_OTHERS = "Average those too, as the others, behind the last backward: dist.all_reduce(param.grad), and divide."
 _TIMES_RANKS = "Multiply the loss by the ranks, dist.get_world_size(), over which the wrapper averages."
+_SYNC, _NO_SYNC = ": set_requires_gradient_sync(True)", ": no no_sync()"
+_NOT_BEHIND = "Divide by nothing behind the dist.all_reduce: the loss is divided by the samples of all ranks."
 _AT_END = (
     "Reduce gradients once, behind the last backward of the step, and divide by the ranks once: there, or at the loss."
 )
@@ -73,26 +73,6 @@ _ONE_SEED = (
     "Draw what is added to gradients from a torch.Generator with one seed on all ranks, or send rank 0's: "
     "dist.broadcast(param.grad, src=0); and decide on all ranks alike what is cut or left out."
 )
-
-
-_ACCELERATED = (
-    "Prove the model as it was before convert_sync_batchnorm (sync_batchnorm=False), and the real run, all but its "
-    "gradients, by pk.apply(plan, prove=1) on accelerators."
-)
-_OWN_COLLECTIVE = (
-    "Nothing, where it is meant. To see the rest: while you prove, let the forward return what this rank has, and "
-    "gather in the loss."
-)
-_COPIES = (
-    "Compare by hand what the copies get, as dist.all_reduce makes it: the proof follows weights of the model alone."
-)
-_GO_ON = ((ACCELERATED, _ACCELERATED), (OWN_COLLECTIVE, _OWN_COLLECTIVE), (COPIES, _COPIES))
-"""What to do about what is not proven, by words of why."""
-
-
-def go_on(facts: ProofFacts) -> str:
-    """Return what to do about a window that is not proven, where that is not what the rule says in general."""
-    return next((fix for words, fix in _GO_ON if words in facts.unproven), "")
 
 
 def by_hand(facts: ProofFacts) -> bool:
@@ -137,25 +117,27 @@ def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts)
         return "Clip once the gradients are averaged, by one norm of all of them."
     if cause.why.startswith(WHILE_SCALED):
         return _UNSCALE_FIRST
-    if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART):
+    if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART) and TORCH not in facts.uses:
         return (
             "Clip by the norm of all parts: model.clip_grad_norm_ of FSDP1, of FSDP2 torch's clip_grad_norm_ over the "
             "model's own parameters, or ClipNorm in the config."
         )
     if rule == "prove.micro-batch" and cause.why.startswith("without the last") and facts.world > 1:
-        return (
-            "Let the last backward reduce: set_requires_gradient_sync(True), no no_sync(); clear after the step alone."
-        )
+        known = TORCH in facts.uses and {"FSDP2": _SYNC, "": ", or reduce behind it"}.get(wrapper(facts), _NO_SYNC)
+        said = known or f"{_SYNC},{_NO_SYNC[1:]}"
+        return f"Let the last backward reduce{said}; clear after the step alone."
     if rule == "prove.not-averaged" and facts.raw and cause.why == OWN:
         return _WRAP if len(names) == len(facts.gradients) else _AS_OTHERS
     if AT_EACH in cause.why or cause.why.startswith(BY_THE_RANKS):
-        return _AT_END if AT_EACH in cause.why else _TIMES_RANKS
+        return _AT_END if AT_EACH in cause.why else _TIMES_RANKS if not facts.raw else _NOT_BEHIND
     if rule == "prove.accumulation" and "average is taken too" in cause.why:
         return _NOWHERE
     if cause.why == OTHER_ON_EACH:
         return _ONE_SEED
     if _early(rule, facts):
-        return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
+        prepares = "accelerate" in facts.uses or TORCH not in facts.uses
+        how = "give the optimizer to accelerator.prepare() too, or test for it" if prepares else "test for it"
+        return f"Step at the last micro-batch alone: {how}."
     if cause.why.startswith(UNLIKE):
         return _OF_A_RANK
     if rule == "prove.direction" and cause.cosine > ALMOST and cause.off < LITTLE:
