@@ -259,9 +259,10 @@ def _keeping(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 def wrapped_by(root: nn.Module) -> str:
     """The class of a wrapper that is alive around a model, or around what it is a part of; empty: there is none."""
+    *around, inner = names.unwrap(root)
     for one in gc.get_objects():
         wraps = issubclass(type(one), nn.Module) and not WRAPPERS.isdisjoint(names.known_bases(type(one)))
-        if wraps and root is not one and root in set(one.modules()):
+        if wraps and one not in (*around, inner) and inner in set(one.modules()):
             return type(one).__name__
     return ""
 

@@ -222,6 +222,16 @@ def test_weights_that_part_where_no_gradient_was_compared_are_not_told_of_the_sa
     assert (found.rule, "over the same gradients" in found.what) == ("prove.after-apart", False)
 
 
+def test_what_nobody_steps_is_told_once_by_the_proof() -> None:
+    steps = (StepProof(name="weight", held=False),)
+    proof = found_in(ProofFacts(world=1, shares=(), steps=steps))
+
+    def missed(name: str) -> Finding:
+        return Finding(rule="run.missed", severity=Severity.ERROR, where="x", what=f"Nobody steps `{name}`.", fix="Do.")
+
+    assert list(untold([missed("weight"), missed("other")], proof.findings)) == [missed("other")]
+
+
 def test_tools_are_those_that_are_alive_whatever_else_is() -> None:
     class Odd:
         __module__ = property(lambda self: "odd")  # type: ignore[assignment]  # as a class in C may have it

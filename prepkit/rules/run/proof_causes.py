@@ -50,6 +50,8 @@ UNLIKE = "a sum in which a rank's part has another weight: "
 OWN = "each rank's own: nobody averages them"
 AT_EACH = " at each micro-batch"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
+SUMS = ("prove.not-averaged", "prove.past-wrapper", "prove.part-of-ranks", "prove.micro-batch", "prove.direction")
+"""Causes that make a gradient no multiple of what it should be."""
 NO_NUMBER = "which no number of this run explains"
 WHILE_SCALED = "clipped while they were scaled"
 BY_THE_RANKS = "sums divided by the samples of all ranks, whose average is taken too"
@@ -440,12 +442,17 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
 
 
 def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], tiny: set[str]) -> None:
-    """Lays gradients of one element, which are a multiple of whatever they should be, to the one cause of others."""
-    told = ("prove.ratio", NO_NUMBER)
-    if len(found) == 2 and tiny.issuperset(name for _, name in found.get(told, [])) and told in found:
-        names = [name for _, name in found.pop(told)]
-        ((cause, _), *_) = every = next(iter(found.values()))
-        every += [(cause, name) for name in names]
+    """Lays gradients of one element, which are a multiple of whatever they should be, to the one cause of others.
+
+    Where that is no multiple, theirs by some number of this run, or of some rank, is one by chance.
+    """
+    large = [key for key in found if not tiny.issuperset(name for _, name in found[key])]
+    if len(large) != 1:
+        return
+    every, sums = found[large[0]], large[0][0] in SUMS
+    for rule, why in [key for key in found if key not in large]:
+        if (rule, why) == ("prove.ratio", NO_NUMBER) or (sums and rule != "prove.no-gradient"):
+            every += [(every[0][0], name) for _, name in found.pop((rule, why))]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:

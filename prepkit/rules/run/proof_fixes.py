@@ -215,6 +215,16 @@ def _uneven(by: str, around: str, what: str, facts: ProofFacts) -> str:
     return "" if "loaders" in facts.uses else "Let no rank skip a batch that others train on."
 
 
+def _direction(by: str, around: str, what: str, facts: ProofFacts) -> str:
+    del by, what, facts
+    if around:
+        return ""
+    return (
+        "Look at what changes weights, buffers or gradients between forward and step, at flat buffers that ranks "
+        "fill in other orders, and at checkpointed layers that draw other numbers when they are recomputed."
+    )
+
+
 def _after(by: str, around: str, what: str, facts: ProofFacts) -> str:
     del by, around, what
     if facts.gradients:
@@ -244,6 +254,7 @@ _BY_RULE: dict[str, Callable[[str, str, str, ProofFacts], str]] = {
     "prove.not-stepped": _not_stepped,
     "prove.rounded-away": _rounded_away,
     "prove.uneven": _uneven,
+    "prove.direction": _direction,
     "prove.stepped-twice": _twice,
     "prove.after-apart": _after,
 }
