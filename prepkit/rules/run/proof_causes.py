@@ -42,6 +42,8 @@ MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
 NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
+ONE_LINE = 1e-5
+"""Of the square of a share, so much beside a line is rounding."""
 LEAST = 2
 """Elements from which on a difference along the weight is no chance."""
 OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
@@ -427,7 +429,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for key in lacking:
             alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
             found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
-    _fold(found, {one.name for one in facts.gradients if one.numel == 1})
+    _fold(found, {one.name for one in facts.gradients if _is_line(one)})
     apart = ("prove.direction", "prove.clipped-scaled")
     turned = any(rule in apart and not why.startswith(WHILE_SCALED) for rule, why in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
@@ -439,11 +441,23 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     )
 
 
-def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], tiny: set[str]) -> None:
-    """Lays gradients of one element, which are a multiple of whatever they should be, to the one cause of others."""
-    told = ("prove.ratio", NO_NUMBER)
-    if len(found) == 2 and tiny.issuperset(name for _, name in found.get(told, [])) and told in found:
-        names = [name for _, name in found.pop(told)]
+def _is_line(one: GradientProof) -> bool:
+    """Whether all shares lie on one line, as those of one element, or of a bias before the last layer of one output.
+
+    Whatever is made of them is a multiple of what it should be.
+    """
+    along = max(one.gram, key=max, default=())
+    at, most = (along.index(max(along)), max(along)) if along else (0, 0.0)
+    return all(
+        most * one.gram[i][i] - one.gram[at][i] ** 2 <= ONE_LINE * most * one.gram[i][i] for i in range(len(along))
+    )
+
+
+def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], lines: set[str]) -> None:
+    """Lays gradients on a line, which are a multiple of whatever they should be, to the one cause of others."""
+    ratio = next((key for key in found if key[1].startswith(NO_NUMBER)), None)
+    if ratio is not None and len(found) == 2 and lines.issuperset(name for _, name in found[ratio]):
+        names = [name for _, name in found.pop(ratio)]
         ((cause, _), *_) = every = next(iter(found.values()))
         every += [(cause, name) for name in names]
 
