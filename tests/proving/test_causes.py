@@ -98,6 +98,9 @@ def test_a_gradient_whose_shares_lie_on_one_line_has_the_cause_of_the_others(num
     )
     (found,) = found_in(evolve(APART, gradients=(averaged, tiny), shrunk=(0.5, 0.1))).findings
     assert found.what.startswith("All gradients are clipped by each rank before they were averaged")
+    opposed = evolve(tiny, gram=((1.0, -2.0), (-2.0, 4.0)), dots=((1.0, -2.0), (-2.0, 4.0)), squares=(1.0, 4.0))
+    (found,) = found_in(evolve(APART, gradients=(*APART.gradients, opposed))).findings
+    assert found.what.startswith("All gradients are each rank's own")
     crossed = evolve(tiny, gram=((1.0, 0.5), (0.5, 1.0)), dots=((0.225, 0.225),) * 2, squares=(0.0675,) * 2)
     assert len(found_in(evolve(APART, gradients=(averaged, crossed), shrunk=(0.5, 0.1))).findings) == 2
     (alone,) = found_in(evolve(APART, gradients=(tiny,))).findings

@@ -455,11 +455,13 @@ def _is_line(one: GradientProof) -> bool:
 
 def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], lines: set[str]) -> None:
     """Lays gradients on a line, which are a multiple of whatever they should be, to the one cause of others."""
-    ratio = next((key for key in found if key[1].startswith(NO_NUMBER)), None)
-    if ratio is not None and len(found) == 2 and lines.issuperset(name for _, name in found[ratio]):
-        names = [name for _, name in found.pop(ratio)]
-        ((cause, _), *_) = every = next(iter(found.values()))
-        every += [(cause, name) for name in names]
+    names = {name for key, every in found.items() if key[1].startswith(NO_NUMBER) for _, name in every}
+    rest = {key: [one for one in every if one[1] not in names] for key, every in found.items()}
+    told = [key for key, every in rest.items() if every]
+    if names <= lines and len(told) == 1:
+        ((cause, _), *_) = every = rest[told[0]]
+        found.clear()
+        found[told[0]] = every + [(cause, name) for name in sorted(names)]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:
