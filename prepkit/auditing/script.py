@@ -46,7 +46,7 @@ from prepkit.findings import Finding
 from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.averaging import left_waiting
-from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.instead import around_calls, by_plain
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
@@ -224,14 +224,14 @@ def told(script: str, error: Exception, step: str = FIRST) -> str:
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
-    if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error)):
+    if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error), by_plain(frames)):
         return f"{shown}this was raised by prepkit itself, and not by {script}: report it, please"
     return f"{shown}{script} raised before {step}{', so that there was nothing to audit' * (step == FIRST)}"
 
 
-def _is_ours(calls: list[CodeType], said: str) -> bool:
+def _is_ours(calls: list[CodeType], said: str, plainly: bool) -> bool:
     """Return whether prepkit's look has failed, or what it listens with; not what a script asks of prepkit itself."""
-    inmost = takewhile(lambda code: code.co_filename.startswith(_OURS), reversed(calls))
+    inmost = takewhile(lambda code: code.co_filename.startswith(_OURS), () if plainly else reversed(calls))
     return audit_step.__code__ in calls or any(own in said or own in str([*inmost]) for own in LISTENS)
 
 

@@ -400,6 +400,13 @@ def test_a_look_that_fails_says_so_and_a_refusal_that_the_script_asks_for_is_the
     assert "Traceback" in err
 
 
+def test_what_torch_raises_where_a_listener_calls_it_is_the_scripts(run: Auditor) -> None:
+    text = FINE.replace("optimizer.step()", "torch.ones(3).lerp_(torch.ones(4), 0.1); optimizer.step()")
+    code, _, err = run(text, "train.py")
+    assert code == 3, err
+    assert "train.py raised before its first optimizer step" in err
+
+
 HAND = """
 import torch, torch.distributed as dist
 from torch import nn
