@@ -202,8 +202,7 @@ class Recorder(Turns):
                 self.around.told(
                     self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
                 ),
-                wrapper=self.around.wrapper or bare.wrapped_by(self.root),
-                raw=bare.is_raw(self.root),
+                **bare.stands_around(self.root, self.around.wrapper),
                 unstepped=untold.unstepped,
                 detached=untold.detached,
             ),

@@ -29,6 +29,7 @@ from prepkit.facts.proof import (
     near,
     norm,
     of_micros,
+    on_one_line,
     only,
     replicas_apart,
     square_of,
@@ -42,8 +43,6 @@ MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
 NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
-ONE_LINE = 1e-5
-"""Of the square of a share, so much beside a line is rounding."""
 LEAST = 2
 """Elements from which on a difference along the weight is no chance."""
 OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
@@ -429,7 +428,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for key in lacking:
             alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
             found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
-    _fold(found, {one.name for one in facts.gradients if _is_line(one)})
+    _fold(found, {one.name for one in facts.gradients if on_one_line(one)})
     apart = ("prove.direction", "prove.clipped-scaled")
     turned = any(rule in apart and not why.startswith(WHILE_SCALED) for rule, why in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
@@ -438,18 +437,6 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         (_of_some(_typical([cause for cause, _ in every]), right), tuple(dict.fromkeys(name for _, name in every)))
         for every in found.values()
         if not (every[0][0].rule == "prove.direction" and facts.clip is not None and facts.clip.early)
-    )
-
-
-def _is_line(one: GradientProof) -> bool:
-    """Whether all shares lie on one line, as those of one element, or of a bias before the last layer of one output.
-
-    Whatever is made of them is a multiple of what it should be.
-    """
-    along = max(one.gram, key=max, default=())
-    at, most = (along.index(max(along)), max(along)) if along else (0, 0.0)
-    return all(
-        most * one.gram[i][i] - one.gram[at][i] ** 2 <= ONE_LINE * most * one.gram[i][i] for i in range(len(along))
     )
 
 
