@@ -131,7 +131,7 @@ def audited_at_first_step(
     window, earlier, stepped, apart = Window(arrivals=arrivals), Earlier(), dict[int, Any](), list[None]()
 
     def begins(optimizer: Any, arguments: Any, named: Any) -> Any:
-        if not stepped and not _wrappers(optimizer) and arrivals.others_rest(PLACE):
+        if not stepped and arrivals.others_rest(PLACE):
             apart.append(None)
             return behind_closure(arguments, named, alone)
         if stepped and others is not None:
@@ -167,14 +167,10 @@ def audited_at_first_step(
 
 def _awaited(optimizer: Any) -> tuple[nn.Parameter, ...]:
     """What DDP waits for on this rank before it has averaged what the optimizer is about to step."""
-    return tuple(param for one in _wrappers(optimizer) for param in left_waiting(one)) if world().carries_data else ()
-
-
-def _wrappers(optimizer: Any) -> list[DistributedDataParallel]:
-    """Those around what the optimizer holds."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    return [one for one in wrappers if any(id(param) in held for param in one.parameters())]
+    mine = [one for one in wrappers if any(id(param) in held for param in one.parameters())]
+    return tuple(param for one in mine for param in left_waiting(one)) if world().carries_data else ()
 
 
 def _together(arrivals: Arrivals, awaited: Sequence[nn.Parameter]) -> bool:

@@ -491,7 +491,7 @@ def begin_anew(heard: Any, fresh: Any, but: Collection[str] = ()) -> None:
             case dict() as now, new:
                 now.clear()
                 now.update(new)
-            case now, new if has(type(now)) and type(now).__module__.startswith("prepkit.proving"):
+            case now, new if has(type(now)) and type(now).__module__.startswith(__package__):
                 begin_anew(now, new)
             case _, new:
                 setattr(heard, name, new)

@@ -106,10 +106,10 @@ class Arrivals:
         still = bool(place) and seconds > SAID_S
         if (not still and not self._stood) or self.hands or not world().running or "nccl" in world().backend:
             return
-        if (peers := self._joined()) is None:
-            return
-        self._stood = still
         with suppress(RuntimeError):
+            if (peers := self._joined()) is None:
+                return
+            self._stood = still
             peers.store.set(f"stands/{peers.rank}", json.dumps((place, seconds)) if still else "")
             each = [_stands(peers, one) for one in range(peers.world if still and not peers.rank else 0)]
             if each and all(since > ALL_STAND_S for _, since in each):
@@ -206,10 +206,10 @@ class Arrivals:
     def others_rest(self, place: str) -> bool:
         """Return whether no other rank has called a model, and each stands still in a call until this one comes there.
 
-        As where this rank trains something by itself before all train. Waits until that is so, or is not, as where one
-        comes to the same place.
+        As where this rank trains something by itself before all train, and not in a wrapper that is told to average
+        nothing. Waits until that is so, or is not, as where one comes to the same place.
         """
-        if self.hands or (peers := self._joined()) is None or "nccl" in world().backend:
+        if self.hands or self.done.alone or (peers := self._joined()) is None or "nccl" in world().backend:
             return False
         began, others = time.monotonic(), [one for one in range(peers.world) if one != peers.rank]
         peers.store.set(f"{place} comes/{peers.rank}", "here")
