@@ -29,6 +29,7 @@ from prepkit.facts.proof import (
     near,
     norm,
     of_micros,
+    on_one_line,
     only,
     replicas_apart,
     square_of,
@@ -429,7 +430,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for key in lacking:
             alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
             found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
-    _fold(found, {one.name for one in facts.gradients if one.numel == 1})
+    _fold(found, {one.name for one in facts.gradients if on_one_line(one)})
     apart = ("prove.direction", "prove.clipped-scaled")
     turned = any(rule in apart and not why.startswith(WHILE_SCALED) for rule, why in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
@@ -441,18 +442,19 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     )
 
 
-def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], tiny: set[str]) -> None:
-    """Lays gradients of one element, which are a multiple of whatever they should be, to the one cause of others.
+def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], lines: set[str]) -> None:
+    """Lays gradients on a line, which are a multiple of whatever they should be, to the one cause of others.
 
     Where that is no multiple, theirs by some number of this run, or of some rank, is one by chance.
     """
-    large = [key for key in found if not tiny.issuperset(name for _, name in found[key])]
-    if len(large) != 1:
+    told = [key for key in found if not key[1].startswith(NO_NUMBER)]
+    wide = [key for key in found if not lines.issuperset(name for _, name in found[key])] or told
+    if len(wide) != 1 or wide[0] not in told:
         return
-    every, sums = found[large[0]], large[0][0] in SUMS
-    for rule, why in [key for key in found if key not in large]:
-        if (rule, why) == ("prove.ratio", NO_NUMBER) or (sums and rule != "prove.no-gradient"):
-            every += [(every[0][0], name) for _, name in found.pop((rule, why))]
+    every, sums = found[wide[0]], wide[0][0] in SUMS
+    for key in [key for key in found if key != wide[0]]:
+        if key not in told or (sums and key[0] != "prove.no-gradient"):
+            every += [(every[0][0], name) for _, name in found.pop(key)]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:
