@@ -14,7 +14,7 @@ from attrs import field, frozen
 from torch import nn
 
 import prepkit as pk
-from prepkit.facts.proof import ProofFacts
+from prepkit.facts.proof import GradientProof, ProofFacts
 from prepkit.findings import Finding, PlanRejected, RunRefused, Severity
 from prepkit.proving import spawned
 from prepkit.proving.proof import Proof
@@ -267,7 +267,13 @@ def test_a_command_ends_with_a_code_of_its_own_where_nothing_could_be_proven(tmp
     here = "tests.proving.small"
     words = ["--model", f"{here}:make", "--batches", f"{here}:batches", "--loss", f"{here}:loss"]
     wrong = Finding(rule="run.x", severity=Severity.ERROR, where="model", what="It is off.", fix="Mend it.")
-    for unproven, findings, code in (("", (), 0), ("It draws.", (), 4), ("It draws.", (wrong,), 1)):
-        facts = ProofFacts(world=2, shares=(), unproven=unproven)
+    seen = (GradientProof(name="weight", numel=1, gram=(), dots=(), squares=(), holders=()),)
+    for of, unproven, findings, code in (
+        (seen, "", (), 0),
+        ((), "", (), 4),
+        (seen, "It draws.", (), 4),
+        (seen, "It draws.", (wrong,), 1),
+    ):
+        facts = ProofFacts(world=2, shares=(), gradients=of, unproven=unproven)
         with patch("prepkit.api.prove", return_value=Proof(facts=facts, findings=findings)):
             assert run("prove", path, *words).exit_code == code

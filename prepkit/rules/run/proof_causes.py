@@ -37,8 +37,7 @@ from prepkit.facts.proof import (
 from prepkit.findings.text import count, spans
 
 MARGIN = 8.0
-"""How much further than two replays from each other a right run may lie: it sums in another order, and may reduce in a
-lower dtype."""
+"""How much further than two replays from each other a right run may lie, which sums in another order or lower dtype."""
 MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
 NOTHING = 1e-6
