@@ -170,7 +170,7 @@ def prove(
         )
     needs_torch("pk.prove")
     from prepkit.api.planning import build_plan
-    from prepkit.config import DDP, ClipNorm
+    from prepkit.config import ClipNorm
     from prepkit.court import report
     from prepkit.facts.proof import ClipProof, ProofFacts
     from prepkit.observe.env import observe_env
@@ -179,7 +179,7 @@ def prove(
 
     loss = checked_loss(loss)
     cfg, facts = plan.config, plan.facts
-    if why := needs_accelerator(model, synchronised=isinstance(cfg.engine, DDP) and cfg.engine.sync_batchnorm):
+    if why := needs_accelerator(model, synchronised=getattr(cfg.engine, "sync_batchnorm", False)):
         return found_in(ProofFacts(world=processes, shares=(), unproven=why))
     there, more = (facts.env.world_size, facts.env.device), facts.loaders or facts.scheduler or not facts.env.torch
     if there != (processes, "cpu") or more:

@@ -601,7 +601,7 @@ RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
     "stages of one shape": (EQUAL, "of rank 1: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: trained"),
     "a stage that steps before it answers": (LATE, "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients"),
     "a layer that is cut": (CUT, "the model calls a collective of its own (c10d::allreduce_, train.py:"),
-    "experts": (EXPERTS, "the model calls a collective of its own (c10d::alltoall_base_)"),
+    "experts": (EXPERTS, "the model calls a collective of its own (c10d::alltoall_base_, train.py:"),
     "owners of parts": (
         OWNERS,
         "proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain torch",

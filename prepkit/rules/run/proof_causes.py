@@ -18,6 +18,7 @@ from prepkit.facts.proof import (
     ProofFacts,
     Vector,
     by_rank,
+    by_samples,
     common_weight,
     counts,
     distance,
@@ -165,7 +166,7 @@ class _Aim:
         """Why one replica of a gradient is not what it should be; None: it is, or nobody can tell."""
         sums = self._by(one.holders[copy]) if len(one.dots) > 1 else self.sums
         allowed, size = self.allowed(one), sqrt(square_of(one.gram, sums))
-        if distance(one, copy, sums) <= allowed:
+        if distance(one, copy, sums) <= allowed or distance(one, copy, by_samples(self.facts, sums)) <= allowed:
             return None
         share = max(sqrt(one.gram[i][i]) for i in range(len(one.gram))) if one.gram else 0.0
         if max(size, share) < 3 * allowed and sqrt(one.squares[copy]) < 10 * allowed:
@@ -190,9 +191,8 @@ class _Aim:
             ratio, length = fitted(one, copy, other), sqrt(square_of(one.gram, other))
             if cause.why.startswith(NONE_OF) and (not near(ratio, 1.0) or replicas_apart(one)):
                 continue  # as it is behind a true average alone
-            if ratio > 0 and distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
-                length * relative, allowed
-            ):
+            most = ratio * max(length * relative, allowed)
+            if ratio > 0 and distance(one, copy, tuple(ratio * a for a in other)) <= most:
                 return evolve(cause, ratio=1.0 if near(ratio, 1.0) else ratio)
         if one.parts and copy == 0 and (scaled := self.scaled_apart((one,), turned=True)):
             return scaled

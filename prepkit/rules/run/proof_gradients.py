@@ -15,6 +15,7 @@ from prepkit.facts.proof import (
     near,
     norm,
     tasks,
+    weighted_by_samples,
 )
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
@@ -324,7 +325,8 @@ def tokens(facts: ProofFacts) -> Iterator[Hit]:
     apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
     if facts.miscounted:
         yield Hit("loss", f"{facts.miscounted}.", _COUNTS)
-    if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
+    unknown = any(share.each is None for share in facts.shares)
+    if unknown or not apart or weights_by_rank(facts) or weighted_by_samples(facts):
         return
     most, least = apart[0]
     places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]
