@@ -172,12 +172,15 @@ def prove(
     from prepkit.api.planning import build_plan
     from prepkit.config import ClipNorm
     from prepkit.court import report
-    from prepkit.facts.proof import ClipProof
+    from prepkit.facts.proof import ClipProof, ProofFacts
     from prepkit.observe.env import observe_env
-    from prepkit.proving.spawned import Trial, checked_loss, enough, hooks_of, prove_in_processes
+    from prepkit.proving.proof import found_in
+    from prepkit.proving.spawned import Trial, checked_loss, enough, hooks_of, needs_accelerator, prove_in_processes
 
     loss = checked_loss(loss)
     cfg, facts = plan.config, plan.facts
+    if why := needs_accelerator(model, synchronised=getattr(cfg.engine, "sync_batchnorm", False)):
+        return found_in(ProofFacts(world=processes, shares=(), unproven=why))
     there, more = (facts.env.world_size, facts.env.device), facts.loaders or facts.scheduler or not facts.env.torch
     if there != (processes, "cpu") or more:
         env = Env.declare(world_size=processes, device="cpu", torch=observe_env().torch)

@@ -12,6 +12,11 @@ from math import isclose, sqrt
 
 from attrs import frozen
 
+ACCELERATED = "which torch runs on an accelerator alone"
+OWN_COLLECTIVE = "which one process cannot do again alone"
+COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
+"""Words of why nothing is proven, by which a fix is chosen."""
+
 
 @frozen(kw_only=True)
 class LossShare:
@@ -33,6 +38,8 @@ class LossShare:
     """Which operators have made the loss of the model's outputs."""
     count: float | None = None
     """Elements over which the loss is a mean or a sum, where its graph says so and the run does not weigh it."""
+    rows: int = 0
+    """Of what the model has returned: its samples, where they lie along the first dimension; 0: nobody knows."""
     each: float | None = None
     """The part that one sample, or one token that counts, has in the loss, where its graph says so and the run does not
     weigh it."""
@@ -196,6 +203,8 @@ class ProofFacts:
     """The class of what wraps the model there, or stands around the model that is called; empty: nothing does."""
     raw: bool = False
     """Whether nothing wraps or shards the model, or a part of it."""
+    uses: tuple[str, ...] = ()
+    """Tools that the program has made (``DDP``, ``accelerate``, ``loaders``), and ``torch``; empty: nobody knows."""
     scales_apart: bool = False
     """Whether ranks have scaled their losses by different numbers against underflow."""
     options_apart: tuple[str, ...] = ()
@@ -290,6 +299,25 @@ def by_rank(one: GradientProof, copy: int, sums: Vector, facts: ProofFacts) -> V
             by = row[first] / rows[first][first]
             row[:] = [value - by * other for value, other in zip(row, rows[first], strict=True)]
     return tuple(row[-1] / row[rank] for rank, row in enumerate(rows))
+
+
+def by_samples(facts: ProofFacts, sums: Vector) -> Vector:
+    """The sums where each rank's part is weighted by its samples; the same where nobody knows their number."""
+    each = [(share.rank, share.count or share.rows) for share in facts.shares]
+    has = {rank: sum(number for of, number in each if of == rank) for rank, _ in each}
+    whole = sum(has.values()) / facts.world
+    return tuple(has[rank] / whole * a for (rank, _), a in zip(each, sums, strict=True)) if all(has.values()) else sums
+
+
+def weighted_by_samples(facts: ProofFacts) -> bool:
+    """Return whether gradients are nearer to a mean over all samples than to one over ranks."""
+    plain, every = mean(facts), [one for one in facts.gradients if one.dots]
+    by = by_samples(facts, plain)
+
+    def off(one: GradientProof, sums: Vector) -> float:
+        return distance(one, 0, tuple(fitted(one, 0, sums) * a for a in sums))
+
+    return bool(every) and all(off(one, by) < 0.5 * off(one, plain) for one in every)
 
 
 def common_weight(facts: ProofFacts) -> float | None:

@@ -253,6 +253,7 @@ def loss_shares(records: tuple[Record, ...], reached: Sequence[frozenset[str]] =
             meant=of.meant,
             operators=of.operators,
             count=of.count if of.tokens is None else None,
+            rows=_rows(record, at),
             each=_each(record, at),
             kind=kind[at],
             added=of.added,
@@ -260,6 +261,11 @@ def loss_shares(records: tuple[Record, ...], reached: Sequence[frozenset[str]] =
         for record, kind in zip(records, kinds, strict=True)
         for at, of in enumerate(record.head.micros)
     )
+
+
+def _rows(record: Record, at: int) -> int:
+    each = [call.returned[0].shape for call in record.head.calls if call.micro == at and call.returned]
+    return sum(shape[0] for shape in each if shape)
 
 
 def _kinds(record: Record, reached: Sequence[frozenset[str]]) -> list[int]:
@@ -326,6 +332,7 @@ def disturbed_of(records: tuple[Record, ...]) -> Disturbed:
         beside=names_of("beside"),
         wrapper=next((one.wrapper for one in every if one.wrapper), ""),
         raw=any(one.raw for one in every),
+        uses=names_of("uses"),
         cleared=max(one.cleared for one in every),
         wasted=min(one.wasted for one in every),
         unstepped=names_of("unstepped"),

@@ -32,6 +32,21 @@ HOOKS: Tables = (
 )
 """Where a module keeps the hooks of its forward, and what it knows of each."""
 
+TOOLS = (
+    (("torch", "DistributedDataParallel"), "DDP"),
+    (("torch", "FullyShardedDataParallel"), "FSDP1"),
+    (("torch", "FSDPModule"), "FSDP2"),
+    (("torch", "DataLoader"), "loaders"),
+    (("torch", "GradScaler"), "GradScaler"),
+    (("accelerate", "Accelerator"), "accelerate"),
+    (("transformers", "Trainer"), "Trainer"),
+    (("lightning", "Trainer"), "Lightning"),
+    (("pytorch_lightning", "Trainer"), "Lightning"),
+    (("lightning", "Fabric"), "Fabric"),
+    (("deepspeed", "DeepSpeedEngine"), "DeepSpeed"),
+    (("prepkit", "Prepared"), "prepkit"),
+)
+"""Package and class of what a program makes, with its short name."""
 LOGS = ("log", "log_dict", "print")
 """Methods of a library's module that compute nothing."""
 
@@ -244,11 +259,20 @@ def _keeping(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 
 def wrapped_by(root: nn.Module) -> str:
     """The class of a wrapper that is alive around a model, or around what it is a part of; empty: there is none."""
+    *around, inner = names.unwrap(root)
     for one in gc.get_objects():
         wraps = issubclass(type(one), nn.Module) and not WRAPPERS.isdisjoint(names.known_bases(type(one)))
-        if wraps and root is not one and root in set(one.modules()):
+        if wraps and one not in (*around, inner) and inner in set(one.modules()):
             return type(one).__name__
     return ""
+
+
+def uses() -> tuple[str, ...]:
+    """Tools that are alive in this process, and ``torch``: what wraps or drives a model, loaders, a scaler."""
+    bases = {base for kind in set(map(type, gc.get_objects())) for base in kind.__mro__}
+    there = {(str(base.__module__).partition(".")[0], base.__name__) for base in bases}
+    found = dict.fromkeys(said for key, said in TOOLS if key in there)
+    return ("torch", *found)
 
 
 def is_raw(root: nn.Module) -> bool:
@@ -295,4 +319,4 @@ def in_the_same_place(params: Iterable[tuple[str, nn.Parameter]], others: Iterab
 
 def stands_around(root: nn.Module, wrapper: str) -> dict[str, Any]:
     """What stands around the root, as ``Disturbed`` has it; ``wrapper``: as a call has shown it; empty: none has."""
-    return {"wrapper": wrapper or wrapped_by(root), "raw": is_raw(root)}
+    return {"wrapper": wrapper or wrapped_by(root), "raw": is_raw(root), "uses": uses()}

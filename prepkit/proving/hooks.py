@@ -12,7 +12,7 @@ import torch
 from attrs import define, field, fields, has
 from torch import Tensor, nn
 
-from prepkit.facts.proof import near
+from prepkit.facts.proof import COPIES, near
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards
 from prepkit.objects.local_part import local
@@ -141,7 +141,6 @@ COMPUTED = (
     "a module was called with weights that were computed from others (functional_call), as by a step in the loss: they "
     "are not replayed"
 )
-COPIES = "an optimizer has stepped copies of the weights, which were put into the model behind it"
 
 
 @define(eq=False)

@@ -11,10 +11,13 @@ from traceback import walk_tb
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public door to its fake group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prepkit.observe.prepared.around import line_of_program
+from prepkit.facts.proof import OWN_COLLECTIVE
+from prepkit.observe.prepared.around import line_of_program, own_frames
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import Head
@@ -69,6 +72,19 @@ def standing_for(head: Head) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def as_one_of(processes: int) -> Iterator[None]:
+    """Inside, a process of no group is rank 0 of so many, as far as it asks; a collective meets nobody."""
+    if world().running:
+        yield
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def _of(rank: int) -> Any:
     """What ``get_rank`` gets for the group of all; everybody else gets the group itself."""
     asks = distributed_c10d.get_rank.__code__
@@ -116,7 +132,7 @@ def not_plainly(error: Exception) -> CannotReplay:
         return CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}")
     line = line_of_program(reversed([frame for frame, _ in walk_tb(error.__traceback__)]))
     said = f"the model asks other ranks in its forward or backward{f' ({line})' if line else ''}"
-    return CannotReplay(f"{said}, as by a collective of its own, which one process cannot do again alone")
+    return CannotReplay(f"{said}, as by a collective of its own, {OWN_COLLECTIVE}")
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -126,6 +142,7 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See torch."""
         del types
         if func.namespace in ("c10d", "_c10d_functional") and world().size > 1:
-            said = f"the model calls a collective of its own ({func.name()}) in its forward or backward"
-            raise CannotReplay(f"{said}, which one process cannot do again alone")
+            where = ", ".join(filter(None, (func.name(), line_of_program(own_frames()))))
+            said = f"the model calls a collective of its own ({where}) in its forward or backward"
+            raise CannotReplay(f"{said}, {OWN_COLLECTIVE}")
         return func(*args, **(kwargs or {}))

@@ -49,12 +49,15 @@ class Proof:
     @property
     def fine(self) -> bool:
         """Whether the window was replayed, and nothing above a note was found."""
-        return not self.unproven and all(one.severity is Severity.NOTE for one in self.findings)
+        return not any(one.facts.unproven for one in (self, *self.beside)) and all(
+            one.severity is Severity.NOTE for one in self.findings
+        )
 
     @property
     def unproven(self) -> bool:
-        """Whether the window of a model could not be replayed."""
-        return any(one.facts.unproven for one in (self, *self.beside))
+        """Whether the window of a model could not be replayed, or nothing is known of its gradients."""
+        blind = any(one.facts.unproven or one._knows_no_gradients() for one in (self, *self.beside))
+        return blind or any(one.rule == "prove.unproven" for one in self.findings)
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -66,6 +69,10 @@ class Proof:
         audit = () if self.audit is None else (str(self.audit),)
         return "\n".join((*heads, *map(str, self.findings), *audit))
 
+    def _knows_no_gradients(self) -> bool:
+        facts = self.facts
+        return not facts.idle and (not facts.gradients or by_hand(facts) or steps_apart(facts))
+
     def _head(self) -> str:
         facts, of = self.facts, f"{self.name}: " if self.name else ""
         if facts.unproven or facts.idle:
@@ -74,7 +81,7 @@ class Proof:
         seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {len(facts.gradients)} gradients"
         failed = [one for one in self.failed if not self.beside or one.where.startswith(f"{self.name}: ")]
         said = "trained as plain torch trains it" if not failed else "trained not as plain torch trains it"
-        if not failed and (not facts.gradients or by_hand(facts) or steps_apart(facts)):
+        if not failed and self._knows_no_gradients():
             said = "nothing is known of its gradients"
         elif facts.cleared and not facts.wasted:
             said += f"; before it {count(facts.cleared, 'micro-batch')} cleared that train nothing"

@@ -154,6 +154,8 @@ class Disturbed:
     """The class of what wraps the model there, or stands around the model that is called; empty: nothing does."""
     raw: bool = False
     """Whether nothing wraps or shards the model, or a part of it."""
+    uses: tuple[str, ...] = ()
+    """Tools that the program has made, as ``bare.uses`` names them."""
     kept: tuple[str, ...] = ()
     """Parameters that still had their gradient when the next window went backward."""
     twice: bool = False

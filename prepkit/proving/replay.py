@@ -49,7 +49,7 @@ from prepkit.proving.streamed import Streamed, stub
 HALF = ("bfloat16", "float16")
 DISTURBED = (
     *("moved", "left", "outside", "beside", "wrapper", "kept", "twice", "cleared", "wasted"),
-    *("asked", "doubled", "averages", "unstepped", "detached", "raw"),
+    *("asked", "doubled", "averages", "unstepped", "detached", "raw", "uses"),
 )
 """What the facts have of ``Disturbed``, by the same names."""
 MEASURED = 64

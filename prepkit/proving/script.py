@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import tempfile
@@ -51,6 +52,7 @@ SAID = {
     "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper", "prove.direction"),
 }
 """Rules of an audit, which looks at what stands there, to those of a proof that tell the same from gradients."""
+NAMED = re.compile("`([^`]+)`")
 ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""
 
@@ -154,8 +156,13 @@ def _left_apart(arrivals: Arrivals, apart: RanksApart) -> Proof:
 
 def untold(audited: Iterable[Finding], proven: Iterable[Finding]) -> Iterator[Finding]:
     """Yield what an audit has found but for that which the proof beside it tells more exactly. Pure."""
-    told = {one.rule for one in proven}
-    yield from (one for one in audited if told.isdisjoint(SAID.get(one.rule, ())))
+    found = [*proven]
+    told = {one.rule for one in found}
+    unheld = {name for one in found if one.rule == "prove.not-stepped" for name in NAMED.findall(one.what)}
+    for one in audited:
+        names = set(NAMED.findall(one.what)) if one.rule == "run.missed" else set()
+        if told.isdisjoint(SAID.get(one.rule, ())) and not (names and names <= unheld):
+            yield one
 
 
 def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:

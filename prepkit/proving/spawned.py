@@ -21,14 +21,15 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from prepkit.codec import files
 from prepkit.facts.model import ParamHook
-from prepkit.facts.proof import ClipProof, ProofFacts
+from prepkit.facts.proof import ACCELERATED, ClipProof, ProofFacts
 from prepkit.findings import FindingWarning
-from prepkit.findings.text import count
+from prepkit.findings.text import count, some
 from prepkit.objects import names, param_extras
 from prepkit.observe.given import said
 from prepkit.plan import Plan
 from prepkit.plan.attestation import Attestation
 from prepkit.proving import trial_fails
+from prepkit.proving.other_rank import as_one_of
 from prepkit.proving.proof import STAND_IN, Proof, found_in, prove_records
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder
@@ -76,11 +77,25 @@ def prove_in_processes(trial: Trial, processes: int) -> Proof:
             return found_in(ProofFacts(world=processes, shares=(), unproven=failure.text))
         if failure is not None:
             trial_fails.raise_it(failure)
-        proof = prove_records(trial.model, folder, tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
+        with as_one_of(processes):
+            proof = prove_records(trial.model, folder, tuple(dict.fromkeys(name for name, _, _ in trial.hooks)))
         attestation = files.load(str(folder / ATTESTATION))
     assert isinstance(attestation, Attestation)
     asked = answers(due(Moment.PROVE), Moment.PROVE, proof.facts)
     return evolve(proof, attestation=evolve(attestation, asked=(*attestation.asked, *asked)))
+
+
+def needs_accelerator(model: nn.Module, *, synchronised: bool = False) -> str:
+    """Return why torch runs no forward of it on a CPU; empty: it does.
+
+    ``synchronised``: whether its batch norms are to be made so.
+    """
+    kind = nn.modules.batchnorm._BatchNorm if synchronised else nn.SyncBatchNorm
+    found = [path for path, one in names.named_modules(model).items() if isinstance(one, kind)]
+    if not found:
+        return ""
+    are = "would become" if synchronised else "is" if len(found) == 1 else "are"
+    return f"{some(found)} {are} SyncBatchNorm, {ACCELERATED}, and these processes have none"
 
 
 def _failure_of(folder: Path, processes: int) -> trial_fails.Failure | None:

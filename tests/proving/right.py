@@ -476,6 +476,26 @@ def ddp_ragged_and_weighed_by_hand(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def by_hand_weighed_by_samples(rank: int, world: int) -> Window:
+    """Batches of unequal sizes, whose mean gradients are weighted by their samples: a mean over all samples."""
+    model = net()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, _ in micros(1):
+            part = x[: 2 + 3 * rank]
+            model(part).square().mean().backward()
+            samples = torch.tensor(float(len(part)))
+            dist.all_reduce(whole := samples.clone())
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad *= samples / whole
+                dist.all_reduce(param.grad)
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def ddp_spectral_norm_called_between(rank: int, world: int) -> Window:
     """Each forward changes buffers that the next one uses, also one that nothing goes backward from."""
     torch.manual_seed(0)
@@ -586,6 +606,7 @@ RIGHT: tuple[Right, ...] = (
             ddp_peft,
             ddp_averaged_weights,
             ddp_ragged_and_weighed_by_hand,
+            by_hand_weighed_by_samples,
             fsdp2_compiled,
             fsdp2,
             fsdp2_low_rank,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from attrs import evolve
+from torch.utils.data import DataLoader
 
 from prepkit.facts.proof import GradientProof, LossShare, ProofFacts, StepProof
 from prepkit.findings import Finding, Severity
+from prepkit.proving.bare import uses
 from prepkit.proving.proof import found_in
 from prepkit.proving.script import untold
+from prepkit.rules import due
+from prepkit.rules.rule import Moment, Rule
+from prepkit.rules.run.proof_fixes import fix_of
 
 APART = ProofFacts(
     world=2,
@@ -158,3 +164,86 @@ def test_what_an_audit_says_of_averaging_is_told_once_by_the_proof_that_has_meas
     ]
     assert [one.rule for one in untold(said, found_in(APART).findings)] == ["run.nan"]
     assert list(untold(said, ())) == said
+
+
+MADE_TWICE = evolve(APART, gradients=(evolve(APART.gradients[0], dots=((1.0, 1.0),), squares=(2.0,), holders=(0,)),))
+TOOLS: dict[str, tuple[tuple[str, ...], bool, str, str]] = {
+    "by hand": (("torch",), True, "dist.get_world_size() behind the dist.all_reduce", "hook"),
+    "DDP": (("torch", "DDP"), False, "in the communication hook", "set_gradient_divide_factor"),
+    "FSDP2": (("torch", "FSDP2"), False, "set_gradient_divide_factor", "hook"),
+}
+FOREIGN = (
+    "scaler",
+    "accelerat",
+    "fabric",
+    "DeepSpeed",
+    "loader",
+    "Config(",
+    "no_sync",
+    "wrapper",
+    "mean_over",
+)
+"""What a program that does all by hand has not."""
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_to_type_against_a_sum_names_what_this_program_has(name: str) -> None:
+    uses, raw, says, other = TOOLS[name]
+    (found,) = found_in(evolve(MADE_TWICE, uses=uses, raw=raw)).findings
+    assert found.rule == "prove.summed"
+    assert says in found.fix
+    assert other not in found.fix
+
+
+TOLD = {"prove.scaled", "prove.past-wrapper", "prove.outputs", "prove.limit"}
+"""Rules that are told of programs with a scaler or a wrapper alone, or that say what to look for."""
+
+
+@pytest.mark.parametrize("rule", [one for one in due(Moment.PROVE) if one.id not in TOLD], ids=lambda one: one.id)
+def test_no_fix_for_a_program_that_does_all_by_hand_names_a_tool_that_it_has_not(rule: Rule) -> None:
+    facts = ProofFacts(world=2, shares=(), uses=("torch",), raw=True)
+    said = fix_of(rule.id, "", facts) or rule.fix
+    assert [word for word in FOREIGN if word in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("uses", "raw", "says"),
+    [
+        (("torch",), True, "torch.nn.utils.clip_grad_norm_(model.parameters(), most)"),
+        (("torch", "DDP", "accelerate"), False, "accelerator.clip_grad_norm_"),
+        (("torch", "DDP", "Fabric"), False, "fabric.clip_gradients"),
+        (("torch", "DDP", "Trainer", "accelerate"), False, "max_grad_norm"),
+        (("torch", "DDP", "Lightning"), False, "gradient_clip_val"),
+        (("torch", "DeepSpeed"), False, "gradient_clipping in DeepSpeed's config"),
+        (("torch", "FSDP1"), False, "model.clip_grad_norm_(most)"),
+        (("torch", "DDP", "prepkit"), False, "pk.ClipNorm"),
+    ],
+)
+def test_clipping_is_told_as_the_call_of_what_drives_the_loop(uses: tuple[str, ...], raw: bool, says: str) -> None:
+    facts = ProofFacts(world=2, shares=(), uses=uses, raw=raw)
+    assert all(says in fix_of(rule, "", facts) for rule in ("prove.clipped-scaled", "prove.not-clipped"))
+
+
+def test_weights_that_part_where_no_gradient_was_compared_are_not_told_of_the_same_gradients() -> None:
+    facts = ProofFacts(world=2, shares=(), uses=("torch",), after_apart=(("weight", (1,)),))
+    (found,) = found_in(facts).findings
+    assert (found.rule, "over the same gradients" in found.what) == ("prove.after-apart", False)
+
+
+def test_what_nobody_steps_is_told_once_by_the_proof() -> None:
+    steps = (StepProof(name="weight", held=False),)
+    proof = found_in(ProofFacts(world=1, shares=(), steps=steps))
+
+    def missed(name: str) -> Finding:
+        return Finding(rule="run.missed", severity=Severity.ERROR, where="x", what=f"Nobody steps `{name}`.", fix="Do.")
+
+    assert list(untold([missed("weight"), missed("other")], proof.findings)) == [missed("other")]
+
+
+def test_tools_are_those_that_are_alive_whatever_else_is() -> None:
+    class Odd:
+        __module__ = property(lambda self: "odd")  # type: ignore[assignment]  # as a class in C may have it
+
+    kept = [Odd(), DataLoader(torch.zeros(2))]  # type: ignore[arg-type]  # it takes what has a length
+    assert {"torch", "loaders"} <= set(uses())
+    del kept

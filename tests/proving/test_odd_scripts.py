@@ -328,13 +328,6 @@ def test_what_an_audit_says_at_the_first_step_stands_beside_the_proof(tmp_path: 
     assert [one["rule"] for one in json.loads(done.output)["findings"]] == ["run.eval-mode"]
 
 
-def test_a_window_that_could_not_be_proven_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    assert str(proved(tmp_path, BY_OTHERS)).startswith("nothing was proven")
-    gc.collect()
-    done = CliRunner().invoke(main, ["audit", "--prove", str(tmp_path / "train.py")])
-    assert (done.exit_code, "prove.unproven" in done.output) == (4, True), done.output
-
-
 def test_weights_that_are_written_behind_the_step_are_told(tmp_path: Path) -> None:
     write = "    model[2].bias.data.zero_()\n"
     for behind, cleared in (("", ""), (write, ""), ("", write)):
@@ -1088,3 +1081,36 @@ def test_a_run_that_would_prove_itself_is_audited_as_any_other(tmp_path: Path, h
     done = CliRunner().invoke(main, ["audit", how, str(tmp_path / "train.py")])
     assert done.exit_code == 0, done.output
     assert ("trained as plain torch trains it" in done.output) is (how == "--prove")
+
+
+COUNTS_CALLS = """
+calls = []
+model[1].forward = lambda x: (calls.append(1), x * len(calls))[1]
+"""
+PERTURBED = """
+kept = [one.detach().clone() for one in model.parameters()]
+model(x).mean().backward()
+with torch.no_grad():
+    [one.add_(0.01) for one in model.parameters()]
+model(x).mean().backward()
+with torch.no_grad():
+    [one.copy_(other) for one, other in zip(model.parameters(), kept)]
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (BY_OTHERS, "nothing was proven"),
+        (f"{COUNTS_CALLS}{BACKWARD}optimizer.step()", "nothing is known of its gradients"),
+        (PERTURBED, "nothing is known of its gradients"),
+    ],
+    ids=["cannot be replayed", "does not repeat", "weights are put back"],
+)
+def test_a_window_that_could_not_be_proven_has_an_exit_code_of_its_own(tmp_path: Path, body: str, says: str) -> None:
+    proof = proved(tmp_path, body)
+    assert says in str(proof).partition("\n")[0]
+    gc.collect()
+    done = CliRunner().invoke(main, ["audit", "--prove", str(tmp_path / "train.py")])
+    assert (done.exit_code, says in done.output) == (4, True), done.output

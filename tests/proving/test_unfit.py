@@ -14,7 +14,7 @@ from attrs import field, frozen
 from torch import nn
 
 import prepkit as pk
-from prepkit.facts.proof import ProofFacts
+from prepkit.facts.proof import GradientProof, ProofFacts
 from prepkit.findings import Finding, PlanRejected, RunRefused, Severity
 from prepkit.proving import spawned
 from prepkit.proving.proof import Proof
@@ -164,6 +164,60 @@ def test_a_window_that_cannot_be_recorded_is_a_finding(fork_servers: ForkServers
     assert not fine
 
 
+CANNOT: dict[str, tuple[Any, pk.DDP, tuple[str, ...]]] = {
+    "a forward gathers": (unfit.Gathers, pk.DDP(), ("c10d::allgather_, unfit.py:", "let the forward return")),
+    "a batch norm is synchronised": (unfit.synchronised, pk.DDP(), ("`norm` is SyncBatchNorm, which torch runs on",)),
+    "a plan synchronises it": (unfit.Normed, pk.DDP(sync_batchnorm=True), ("`norm` would become SyncBatchNorm",)),
+}
+
+
+def unproven(rank: int, world: int, name: str) -> tuple[str, bool, bool]:
+    """What is said of a model that no process alone can do again."""
+    del rank, world
+    for variable in LAUNCHER:
+        os.environ.pop(variable, None)
+    make, engine, _ = CANNOT[name]
+    model = make()
+    env = pk.Env.declare(world_size=2, device="cuda") if engine.sync_batchnorm else env_of_two()
+    plan = pk.build_plan(pk.Config(engine=engine, optimizer=SGD), model, env=env)
+    with patch.object(spawned, "start_processes", forked):
+        proof = pk.prove(plan, model, batches()[:2], loss=loss)
+    return str(proof), proof.unproven, torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_one_process_cannot_do_again_is_named_and_nothing_is_proven(fork_servers: ForkServers, name: str) -> None:
+    gang = Gang(1, fork_servers)
+    try:
+        ((said, cannot, grouped),) = gang.run_fresh(unproven, name, timeout=60)
+    finally:
+        gang.close()
+    assert cannot
+    assert not grouped
+    assert [one for one in ("nothing was proven", *CANNOT[name][2]) if one not in said] == [], said
+
+
+def gathered(rank: int, world: int) -> tuple[str, bool]:
+    """The same gather in the loss."""
+    del rank, world
+    for variable in LAUNCHER:
+        os.environ.pop(variable, None)
+    model = unfit.Plain()
+    plan = pk.build_plan(pk.Config(engine=pk.DDP(), optimizer=SGD), model, env=env_of_two())
+    with patch.object(spawned, "start_processes", forked):
+        proof = pk.prove(plan, model, batches()[:2], loss=unfit.gathered)
+    return str(proof), proof.fine
+
+
+def test_what_a_loss_gathers_is_proven(fork_servers: ForkServers) -> None:
+    gang = Gang(1, fork_servers)
+    try:
+        ((said, fine),) = gang.run_fresh(gathered, timeout=60)
+    finally:
+        gang.close()
+    assert fine, said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -213,7 +267,13 @@ def test_a_command_ends_with_a_code_of_its_own_where_nothing_could_be_proven(tmp
     here = "tests.proving.small"
     words = ["--model", f"{here}:make", "--batches", f"{here}:batches", "--loss", f"{here}:loss"]
     wrong = Finding(rule="run.x", severity=Severity.ERROR, where="model", what="It is off.", fix="Mend it.")
-    for unproven, findings, code in (("", (), 0), ("It draws.", (), 4), ("It draws.", (wrong,), 1)):
-        facts = ProofFacts(world=2, shares=(), unproven=unproven)
+    seen = (GradientProof(name="weight", numel=1, gram=(), dots=(), squares=(), holders=()),)
+    for of, unproven, findings, code in (
+        (seen, "", (), 0),
+        ((), "", (), 4),
+        (seen, "It draws.", (), 4),
+        (seen, "It draws.", (wrong,), 1),
+    ):
+        facts = ProofFacts(world=2, shares=(), gradients=of, unproven=unproven)
         with patch("prepkit.api.prove", return_value=Proof(facts=facts, findings=findings)):
             assert run("prove", path, *words).exit_code == code

@@ -47,6 +47,40 @@ class Killed(Plain):
         return super().forward(x)
 
 
+class Gathers(Plain):
+    """Returns what all ranks have, where there are others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine = super().forward(x)
+        if not dist.is_initialized():
+            return mine
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine.detach())
+        every[dist.get_rank()] = mine
+        return torch.cat(every)
+
+
+class Normed(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def synchronised() -> nn.Module:
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(Normed())  # type: ignore[no-untyped-call]  # torch has no types
+    return converted
+
+
+def gathered(outputs: Tensor, batch: Any) -> Tensor:
+    every = [torch.empty_like(outputs) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, outputs.detach())
+    every[dist.get_rank()] = outputs
+    return (torch.cat(every) @ torch.cat(every).T).mean()
+
+
 class Nothing(Plain):
     def forward(self, x: Tensor) -> Any:
         return None

@@ -336,6 +336,57 @@ def forward_scaled_on_rank_1(rank: int, world: int) -> Window:
     return Window(wrapped, lambda: loop(wrapped, adam(wrapped)))
 
 
+def narrow() -> nn.Module:
+    """Ends in one number, whose bias is a multiple of whatever it should be."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def what_is_wrapped_is_compiled_and_called(rank: int, world: int) -> Window:
+    whole = narrow()
+    compiled: Any = torch.compile(whole, backend="eager")
+    model = DDP(whole)
+    optimizer = adam(model)
+
+    def train() -> None:
+        model.train()
+        for x, _ in micros(1):
+            compiled(x).square().mean().backward()
+        optimizer.step()
+
+    return Window(None, train)
+
+
+def averaged_after_the_first_of_three(rank: int, world: int) -> Window:
+    model = DDP(narrow())
+    optimizer = adam(model)
+
+    def train() -> None:
+        for at, (x, _) in enumerate(micros(3)):
+            model.require_backward_grad_sync = at == 0
+            (model(x).square().mean() / 3).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def flat_buffer_in_another_order_on_rank_1(rank: int, world: int) -> Window:
+    model = narrow()
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, _ in micros(1):
+            model(x).square().mean().backward()
+        grads = [one.grad for one in list(model.parameters())[:: -1 if rank else 1] if one.grad is not None]
+        flat = torch.cat([one.flatten() for one in grads])
+        dist.all_reduce(flat)
+        for one, part in zip(grads, (flat / world).split([one.numel() for one in grads]), strict=True):
+            one.copy_(part.view_as(one))
+        optimizer.step()
+
+    return Window(model, train)
+
+
 UNSEEN: tuple[tuple[Any, ...], ...] = (
     (optimizer_made_before_fsdp2, "prove.not-stepped"),
     (optimizer_made_before_fsdp1, "prove.not-stepped"),
@@ -361,5 +412,8 @@ UNSEEN: tuple[tuple[Any, ...], ...] = (
     (averaged_after_the_first_of_four, "prove.not-averaged", "averaged up to micro-batch 0 of 4"),
     (forward_scaled_on_rank_1, "prove.unproven", "The forward of rank 1 does not repeat, and that of rank 0"),
     (trunk_detached_on_rank_1, "prove.no-gradient", "no gradient of rank 1"),
+    (what_is_wrapped_is_compiled_and_called, "prove.past-wrapper"),
+    (averaged_after_the_first_of_three, "prove.not-averaged", "averaged up to micro-batch 0 of 3"),
+    (flat_buffer_in_another_order_on_rank_1, "prove.direction"),
     (backward_doubled_on_rank_1, "prove.direction", "1.00 x of rank 0, 2.00 x of rank 1"),
 )

@@ -1317,7 +1317,7 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (all_in_bfloat16, "prove.rounded-away", "have stayed as they were"),
     (two_losses_of_one_forward_summed, "prove.summed", "2.000 x"),
     (each_rank_steps_a_part_and_nobody_sends_it, "prove.after-apart", "Rank 1 has other weights than rank 0"),
-    (collective_in_the_forward, "prove.unproven", "a collective of its own (c10d::allreduce_)"),
+    (collective_in_the_forward, "prove.unproven", "a collective of its own (c10d::allreduce_, unusual.py:"),
     (clipped_by_what_each_rank_holds, "prove.clipped-scaled", "scaled by each rank by a number of its own"),
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),

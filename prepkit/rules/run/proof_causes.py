@@ -18,6 +18,7 @@ from prepkit.facts.proof import (
     ProofFacts,
     Vector,
     by_rank,
+    by_samples,
     common_weight,
     counts,
     distance,
@@ -37,8 +38,7 @@ from prepkit.facts.proof import (
 from prepkit.findings.text import count, spans
 
 MARGIN = 8.0
-"""How much further than two replays from each other a right run may lie: it sums in another order, and may reduce in a
-lower dtype."""
+"""How much further than two replays from each other a right run may lie, which sums in another order or lower dtype."""
 MOST_MEANT = 8
 """Factors of a loss's own that are looked at."""
 NOTHING = 1e-6
@@ -51,6 +51,8 @@ UNLIKE = "a sum in which a rank's part has another weight: "
 OWN = "each rank's own: nobody averages them"
 AT_EACH = " at each micro-batch"
 BY_EACH_RANK = "clipped by each rank before they were averaged"
+SUMS = ("prove.not-averaged", "prove.past-wrapper", "prove.part-of-ranks", "prove.micro-batch", "prove.direction")
+"""Causes that make a gradient no multiple of what it should be."""
 NO_NUMBER = "which no number of this run explains"
 WHILE_SCALED = "clipped while they were scaled"
 BY_THE_RANKS = "sums divided by the samples of all ranks, whose average is taken too"
@@ -164,7 +166,7 @@ class _Aim:
         """Why one replica of a gradient is not what it should be; None: it is, or nobody can tell."""
         sums = self._by(one.holders[copy]) if len(one.dots) > 1 else self.sums
         allowed, size = self.allowed(one), sqrt(square_of(one.gram, sums))
-        if distance(one, copy, sums) <= allowed:
+        if distance(one, copy, sums) <= allowed or distance(one, copy, by_samples(self.facts, sums)) <= allowed:
             return None
         share = max(sqrt(one.gram[i][i]) for i in range(len(one.gram))) if one.gram else 0.0
         if max(size, share) < 3 * allowed and sqrt(one.squares[copy]) < 10 * allowed:
@@ -189,9 +191,8 @@ class _Aim:
             ratio, length = fitted(one, copy, other), sqrt(square_of(one.gram, other))
             if cause.why.startswith(NONE_OF) and (not near(ratio, 1.0) or replicas_apart(one)):
                 continue  # as it is behind a true average alone
-            if ratio > 0 and distance(one, copy, tuple(ratio * a for a in other)) <= ratio * max(
-                length * relative, allowed
-            ):
+            most = ratio * max(length * relative, allowed)
+            if ratio > 0 and distance(one, copy, tuple(ratio * a for a in other)) <= most:
                 return evolve(cause, ratio=1.0 if near(ratio, 1.0) else ratio)
         if one.parts and copy == 0 and (scaled := self.scaled_apart((one,), turned=True)):
             return scaled
@@ -441,14 +442,18 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
 
 
 def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], lines: set[str]) -> None:
-    """Lays gradients on a line, which are a multiple of whatever they should be, to the one cause of others."""
-    names = {name for key, every in found.items() if key[1].startswith(NO_NUMBER) for _, name in every}
-    rest = {key: [one for one in every if one[1] not in names] for key, every in found.items()}
-    told = [key for key, every in rest.items() if every]
-    if names <= lines and len(told) == 1:
-        ((cause, _), *_) = every = rest[told[0]]
-        found.clear()
-        found[told[0]] = every + [(cause, name) for name in sorted(names)]
+    """Lays gradients on a line, which are a multiple of whatever they should be, to the one cause of others.
+
+    Where that is no multiple, theirs by some number of this run, or of some rank, is one by chance.
+    """
+    told = [key for key in found if not key[1].startswith(NO_NUMBER)]
+    wide = [key for key in found if not lines.issuperset(name for _, name in found[key])] or told
+    if len(wide) != 1 or wide[0] not in told:
+        return
+    every, sums = found[wide[0]], wide[0][0] in SUMS
+    for key in [key for key in found if key != wide[0]]:
+        if key not in told or (sums and key[0] != "prove.no-gradient"):
+            every += [(every[0][0], name) for _, name in found.pop(key)]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:

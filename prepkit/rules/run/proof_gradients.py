@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from math import sqrt
 from operator import itemgetter
 
-from prepkit.facts.proof import LossShare, ProofFacts, counts, kinds, near, norm, tasks
+from prepkit.facts.proof import (
+    LossShare,
+    ProofFacts,
+    counts,
+    kinds,
+    near,
+    norm,
+    tasks,
+    weighted_by_samples,
+)
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit
 from prepkit.rules.run.proof_causes import (
@@ -25,6 +34,7 @@ from prepkit.rules.run.proof_causes import (
     causes,
     scaled_by_hand,
 )
+from prepkit.rules.run.proof_fixes import TORCH, wrapper
 
 BY_HAND = ("prove.direction", "prove.ratio", "prove.micro-batch", "prove.decay")
 """Rules about what a program that puts gradients together itself may mean."""
@@ -54,6 +64,8 @@ _WRAP = (
 )
 _AS_OTHERS = "Average those too, as the others, behind the last backward: dist.all_reduce(param.grad), and divide."
 _TIMES_RANKS = "Multiply the loss by the ranks, dist.get_world_size(), over which the wrapper averages."
+_SYNC, _NO_SYNC = ": set_requires_gradient_sync(True)", ": no no_sync()"
+_NOT_BEHIND = "Divide by nothing behind the dist.all_reduce: the loss is divided by the samples of all ranks."
 _AT_END = (
     "Reduce gradients once, behind the last backward of the step, and divide by the ranks once: there, or at the loss."
 )
@@ -106,25 +118,27 @@ def _instead(rule: str, cause: Cause, names: tuple[str, ...], facts: ProofFacts)
         return "Clip once the gradients are averaged, by one norm of all of them."
     if cause.why.startswith(WHILE_SCALED):
         return _UNSCALE_FIRST
-    if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART):
+    if rule == "prove.clipped-scaled" and cause.why.startswith(OF_ITS_PART) and TORCH not in facts.uses:
         return (
             "Clip by the norm of all parts: model.clip_grad_norm_ of FSDP1, of FSDP2 torch's clip_grad_norm_ over the "
             "model's own parameters, or ClipNorm in the config."
         )
     if rule == "prove.micro-batch" and cause.why.startswith("without the last") and facts.world > 1:
-        return (
-            "Let the last backward reduce: set_requires_gradient_sync(True), no no_sync(); clear after the step alone."
-        )
+        known = TORCH in facts.uses and {"FSDP2": _SYNC, "": ", or reduce behind it"}.get(wrapper(facts), _NO_SYNC)
+        said = known or f"{_SYNC},{_NO_SYNC[1:]}"
+        return f"Let the last backward reduce{said}; clear after the step alone."
     if rule == "prove.not-averaged" and facts.raw and cause.why == OWN:
         return _WRAP if len(names) == len(facts.gradients) else _AS_OTHERS
     if AT_EACH in cause.why or cause.why.startswith(BY_THE_RANKS):
-        return _AT_END if AT_EACH in cause.why else _TIMES_RANKS
+        return _AT_END if AT_EACH in cause.why else _TIMES_RANKS if not facts.raw else _NOT_BEHIND
     if rule == "prove.accumulation" and "average is taken too" in cause.why:
         return _NOWHERE
     if cause.why == OTHER_ON_EACH:
         return _ONE_SEED
     if _early(rule, facts):
-        return "Step at the last micro-batch alone: give the optimizer to accelerator.prepare() too, or test for it."
+        prepares = "accelerate" in facts.uses or TORCH not in facts.uses
+        how = "give the optimizer to accelerator.prepare() too, or test for it" if prepares else "test for it"
+        return f"Step at the last micro-batch alone: {how}."
     if cause.why.startswith(UNLIKE):
         return _OF_A_RANK
     if rule == "prove.direction" and cause.cosine > ALMOST and cause.off < LITTLE:
@@ -311,7 +325,8 @@ def tokens(facts: ProofFacts) -> Iterator[Hit]:
     apart = [(most, least) for most, least in found if most[0] > 1.01 * least[0]]
     if facts.miscounted:
         yield Hit("loss", f"{facts.miscounted}.", _COUNTS)
-    if any(share.each is None for share in facts.shares) or not apart or weights_by_rank(facts):
+    unknown = any(share.each is None for share in facts.shares)
+    if unknown or not apart or weights_by_rank(facts) or weighted_by_samples(facts):
         return
     most, least = apart[0]
     places = [f"micro-batch {one.micro} of rank {one.rank}" for _, one in (most, least)]

@@ -14,6 +14,7 @@ from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
 from prepkit.rules.run.proof_causes import MARGIN, causes, steps_apart
+from prepkit.rules.run.proof_fixes import fitted
 from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
@@ -100,9 +101,8 @@ def _decayed(facts: ProofFacts) -> Iterator[tuple[str, tuple[str, ...], float]]:
 def _after(facts: ProofFacts) -> Iterator[Hit]:
     told = facts.first_apart or causes(facts) or facts.options_apart or facts.state_apart
     if not (told or steps_apart(facts) or list(_uneven(facts))):
-        yield from _ranks_apart(
-            facts.after_apart, "has other weights than rank 0 after the step, over the same gradients"
-        )
+        over = ", over the same gradients" * bool(facts.gradients)  # else nobody has compared them
+        yield from _ranks_apart(facts.after_apart, f"has other weights than rank 0 after the step{over}")
 
 
 def _ranks_apart(apart: tuple[tuple[str, tuple[int, ...]], ...], what: str, kind: str = "parameter") -> Iterator[Hit]:
@@ -289,7 +289,7 @@ def _row(
     return Rule(
         id=rule,
         summary=summary,
-        check=check or partial(gradients, rule),
+        check=fitted(rule, check or partial(gradients, rule)),
         at=(Moment.PROVE,),
         fix=fix,
         severity=more.get("severity", Severity.ERROR),
