@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -88,7 +88,9 @@ class Fetches:
         pieces = _pieces(fetcher.dataset, places)
         with _Wraps(self.wrapped):
             batch = plain(fetcher, wanted)
-        changed = _rewritten(pieces)
+        before = Counter(one.holder for one in pieces)
+        filled = Counter(one.holder for one in _pieces(fetcher.dataset, places)) - before
+        changed = _rewritten(pieces) | set(filled)  # what a cache was given may be rewritten when it is read again
         if changed and places:
             few = wanted[:MOST] if isinstance(wanted, list) else wanted
             for one in _again(plain, fetcher, few, places[:MOST], changed):
@@ -102,7 +104,7 @@ class Fetches:
 def _pieces(data: Any, places: list[int]) -> list[_Piece]:
     found: list[_Piece] = []
     for holder, held, inside in _held(data, places):
-        if isinstance(held, list | tuple):
+        if isinstance(held, list | tuple | dict):
             parts = [
                 part[None] for place in inside for part in map(_array, tree_leaves(held[place])) if part is not None
             ]
@@ -133,6 +135,8 @@ def _held(data: Any, places: list[int], depth: int = DEPTH) -> Iterator[tuple[st
         holder = name if value is data else f"{kind}.{name}"
         if isinstance(value, Dataset):
             yield from _held(value, places, depth - 1) if depth else ()
+        elif isinstance(value, dict) and (there := [one for one in places if one in value]):
+            yield holder, value, there
         elif isinstance(value, list | tuple | dict) and 0 < len(value) <= min(FEW, count):
             several = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((f"{holder}[{key!r}]", one, places) for key, one in several if count <= _count(one))
@@ -211,7 +215,8 @@ def _again(plain: Any, fetcher: Any, wanted: Any, places: list[int], changed: se
 
 
 def _is_large(held: Any) -> bool:
-    first = held[0] if isinstance(held, list | tuple) else held
+    several = held.values() if isinstance(held, dict) else held
+    first = next(iter(several)) if isinstance(held, list | tuple | dict) else held
     arrays = [one for one in map(_array, tree_leaves(first)) if one is not None]
     return sum(one.numel() for one in arrays) * (len(held) if first is not held else 1) > MOST_NUMBERS
 

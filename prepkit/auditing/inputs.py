@@ -113,6 +113,10 @@ class InputCalls:
     _others: dict[tuple[str, str], None] = field(factory=dict)
     _untold: dict[tuple[str, str], None] = field(factory=dict)
 
+    _rows: list[tuple[str, str, int]] = field(factory=list)
+    """Calls of models since then: the line, the class, and how many samples were all the same; 0: some were others."""
+    _alike: dict[tuple[str, str, int], None] = field(factory=dict)
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
@@ -134,6 +138,7 @@ class InputCalls:
             uniform=tuple(self._uniform),
             noises=tuple(self._others),
             times=tuple(self._untold),
+            alike=tuple(self._alike),
             rewritten=tuple(self._fetches.rewritten.values()),
             wrapped=tuple(self._fetches.wrapped.values()),
         )
@@ -145,6 +150,7 @@ class InputCalls:
             if lookup.line not in self._padding and (told := _told_alike(lookup, inputs, outputs)) is not None:
                 self._padding[lookup.line] = told
         self._lookups = []
+        self._rows.append((line_of_program(frames_above(__file__)), type(module).__name__, _alike(inputs)))
         batch = [one for known in self._batch if (one := known()) is not None]
         if self._sampler and any(_is_same(one, other) for one in inputs for other in batch):
             self._samples = len(batch[0])
@@ -231,7 +237,10 @@ class InputCalls:
             node = getattr(loss, "grad_fn", None)
             if (self._samples or self._draws or self._noised) and node is not None:
                 self._looks(graph(node))
+            if self._rows and all(one[-1] for one in self._rows):
+                self._alike |= dict.fromkeys(self._rows)
             self._samples, self._draws, self._normal, self._times, self._noised = 0, [], [], [], []
+            self._rows = []
         return plain(losses, *given, **named)
 
     def _looks(self, every: list[Any]) -> None:
@@ -293,6 +302,15 @@ def _told_alike(lookup: _Lookup, inputs: Iterable[Tensor], outputs: Any) -> Padd
     if _differ(made[there]) or not _differ(made[~there]):
         return None
     return PaddingRead(line=lookup.line, row=lookup.row, samples=int(there.sum()), batch=count)
+
+
+def _alike(inputs: list[Tensor]) -> int:
+    """How many samples are all the same, and not one that was expanded; 0: they differ, or are few."""
+    count = len(inputs[0]) if inputs else 0
+    if count < MOST or any(len(one) != count or one.numel() > MOST_NUMBERS for one in inputs):
+        return 0
+    told = [one for one in inputs if one.is_floating_point() and one.stride(0) and _differ(one[0].flatten())]
+    return 0 if not told or any(_differ(one[:2]) or _differ(one) for one in inputs) else count
 
 
 def _differ(rows: Tensor) -> bool:

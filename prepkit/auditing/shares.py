@@ -327,7 +327,7 @@ def _counts(frames: list[FrameType]) -> Iterator[tuple[int, str]]:
 
 
 def _says_count(frames: list[FrameType]) -> bool:
-    """Whether the loop divides by the very name, or attribute, that the program gives a library as its count."""
+    """Whether the loop divides by the library's own count, or the name or attribute that the program gives for it."""
     frame = next((one for one in frames if not is_of_library(one)), None)
     if frame is None:
         return False
@@ -337,7 +337,8 @@ def _says_count(frames: list[FrameType]) -> bool:
     begin, end = innermost(frame.f_code, frame.f_lineno)
     divided = [one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.BinOp | ast.AugAssign)]
     inside = [one for one in divided if begin <= one.lineno <= end and isinstance(one.op, ast.Div)]
-    return any(ast.unparse(one.right if isinstance(one, ast.BinOp) else one.value) in said for one in inside)
+    by = [ast.unparse(one.right if isinstance(one, ast.BinOp) else one.value) for one in inside]
+    return any(one in said or one.rpartition(".")[2] in COUNTS for one in by)
 
 
 def _clips_behind(frames: list[FrameType]) -> tuple[str, str]:

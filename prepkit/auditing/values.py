@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,8 @@ MOST_CLASSES = 255
 """Of masks that are pictures themselves are as many levels, and no classes."""
 MOST_BLENDED = 16
 """Blends that are kept."""
+MOST_HOLDERS = 16
+"""Of a tensor with more references somebody keeps one."""
 MOST_INDICES = 1 << 16
 """Of the places that are written at once."""
 LOOKS = 3
@@ -89,6 +92,11 @@ class Computing:
     _blended: dict[str, None] = field(factory=dict)
     """Lines that make whole numbers of these."""
     _lost: dict[CallPlace, LostSums] = field(factory=dict)
+    _away: dict[CallPlace, tuple[str, str, str]] = field(factory=dict)
+    _fewest: int = 0
+    """Holders of what nobody keeps, as they are counted where a write is heard."""
+    _probes: bool = False
+    """Whether such a one is written now."""
     _seeds: dict[str, _Seeded] = field(factory=dict)
     """By line of the program."""
     _looks: int = 0
@@ -117,6 +125,7 @@ class Computing:
             not_called=tuple(_not_called()),
             blended=tuple(self._blended),
             lost_sums=tuple(self._lost.values()),
+            written_away=tuple(self._away.values()),
         )
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
@@ -180,15 +189,38 @@ class Computing:
         return result
 
     def _sets(self, plain: Any, *given: Any) -> Any:
+        holders = sys.getrefcount(given[0])
+        if self._probes:
+            self._fewest = holders
+        elif holders < MOST_HOLDERS and not torch.compiler.is_compiling() and _owns(given[0]):
+            self._writes_away(holders)
         if not torch.compiler.is_compiling() and type(given[0]) is Tensor and type(given[-1]) is Tensor:
             written = _written(given[0], given[1])
             if written is not None and torch._C._functorch.maybe_current_level() is None:
                 self._writes(given[0], given[1], given[2], written)
         return plain(*given)
 
+    def _writes_away(self, holders: int) -> None:
+        """Looks for what is written to a copy that nobody holds, as indexing by a mask, or by places, makes one."""
+        frame = _program()
+        if frame is None or self._looked[place := _place(frame)] >= MOST_LOOKS or place in self._away:
+            return
+        self._looked[place] += 1
+        written = _written_at(frame)
+        if written is not None and isinstance(written[1].value, ast.Subscript):
+            statement, target = written
+            self._probes = True
+            if isinstance(statement, ast.AugAssign):
+                torch.zeros(1)[[0]][:1] *= 1.0  # has as few holders as can be
+            else:
+                torch.zeros(1)[[0]][:1] = 0.0
+            self._probes = False
+            if holders <= self._fewest:
+                self._away[place] = line_of_program([frame]), ast.unparse(target), ast.unparse(target.value)
+
     def _writes(self, tensor: Tensor, index: Any, value: Tensor, written: _Written) -> None:
         """Looks for several values of one place, each a sum with what stood there, of which one is kept."""
-        frame = next((one for one in frames_above(__file__) if not is_foreign(one.f_code.co_filename)), None)
+        frame = _program()
         if frame is None or tensor.is_meta or self._looked[place := _place(frame)] >= MOST_LOOKS or place in self._lost:
             return
         self._looked[place] += 1
@@ -280,13 +312,27 @@ def _said_sum(frame: FrameType) -> tuple[str, str, str] | None:
 
     Nor of a ``v`` that is computed from ``t``, as of an average of which each has its turn.
     """
+    if (written := _written_at(frame)) is None:
+        return None
+    statement, target = written
+    return _sum_of(statement, ast.unparse(target), ast.unparse(target.value))
+
+
+def _written_at(frame: FrameType) -> tuple[ast.AST, ast.Subscript] | None:
+    """The statement that a frame runs, and what it writes to by an index; None: it does not."""
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
     for one in nodes(parsed(frame.f_code.co_filename)):
         targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AugAssign) else []
         for target in (each for each in targets if isinstance(each, ast.Subscript)):
             if (target.lineno, target.end_lineno, target.col_offset, target.end_col_offset) == position:
-                return _sum_of(one, ast.unparse(target), ast.unparse(target.value))
+                return one, target
     return None
+
+
+def _owns(tensor: Any) -> bool:
+    """Return whether it is no view, and no array of numpy's."""
+    plain = type(tensor) is Tensor and tensor._base is None and not tensor.is_meta and tensor.layout == torch.strided
+    return plain and torch._C._functorch.maybe_current_level() is None and tensor.untyped_storage().resizable()
 
 
 def _sum_of(node: ast.AST, target: str, owner: str) -> tuple[str, str, str] | None:
@@ -326,6 +372,11 @@ def _caller() -> FrameType | None:
     """The frame of the program that calls; None: a library calls."""
     frame = next(frames_above(__file__), None)
     return None if frame is None or is_of_library(frame) else frame
+
+
+def _program() -> FrameType | None:
+    """The innermost frame of the program, whatever listens between."""
+    return next((one for one in frames_above(__file__) if not is_foreign(one.f_code.co_filename)), None)
 
 
 def _place(frame: FrameType) -> CallPlace:

@@ -53,3 +53,5 @@ class InputFacts:
     """Lines that draw noise which a model is to say, and is not given; and lines that draw what it is given."""
     times: tuple[tuple[str, str], ...] = ()
     """Lines that draw what a model is told of, and lines that draw by what noise and data were mixed."""
+    alike: tuple[tuple[str, str, int], ...] = ()
+    """Calls whose samples were all the same before a backward: the line, the class of the model, and how many."""

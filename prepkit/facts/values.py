@@ -43,8 +43,9 @@ class ValueFacts:
     """Lines that name a method and do not call it, and what they say."""
     blended: tuple[str, ...] = ()
     """Lines that make whole numbers of means of whole numbers, as of classes that were interpolated."""
-
     lost_sums: tuple[LostSums, ...] = ()
+    written_away: tuple[tuple[str, str, str], ...] = ()
+    """Lines that write to a copy that nobody holds: the line, what it writes to, and what makes the copy."""
 
 
 @frozen(kw_only=True)

@@ -320,6 +320,7 @@ class Held(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, held: Any, reading: Reading) -> None:
         self.x, self.y, self.reading = held, torch.randint(3, (64,)), reading
         self.cache: list[Tensor | None] = [None] * 64
+        self.features: dict[int, Tensor] = {}
         self.rows = torch.zeros(64, 2, 8)
         self.known = torch.zeros(64, dtype=torch.bool)
         self.reads = torch.ones(64)
@@ -420,6 +421,22 @@ def fills_a_cache(data: Held, index: int) -> Tensor:
     return known
 
 
+def masks_what_is_cached(data: Held, index: int) -> Tensor:
+    if index not in data.features:
+        data.features[index] = data.x[index] * 2
+    x = data.features[index]
+    x[:, int(torch.randint(8, ()))] = 0
+    return x
+
+
+def masks_a_copy_of_what_is_cached(data: Held, index: int) -> Tensor:
+    if index not in data.features:
+        data.features[index] = data.x[index] * 2
+    x = data.features[index].clone()
+    x[:, int(torch.randint(8, ()))] = 0
+    return x
+
+
 def fills_rows(data: Held, index: int) -> Tensor:
     data.rows[index] = data.x[index] + 0.1 * torch.randn(2, 8)
     return data.rows[index]
@@ -458,6 +475,29 @@ def other_hue(data: Held, index: int) -> Tensor:
     return hue + int(torch.randint(256, ()))  # the hue goes round
 
 
+def given(*batches: Callable[[], Tensor]) -> Callable[[], None]:
+    """One step over the sum of what a model says of some batches."""
+
+    def run() -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        taken(model, adam(model), torch.stack([model(batch()).square().mean() for batch in batches]).sum())
+
+    return run
+
+
+def one_state() -> Tensor:
+    state = torch.zeros(4)
+    kept = []
+    for _ in range(32):
+        state += torch.randn(4)
+        kept.append(state)
+    return torch.stack(kept)
+
+
+def states() -> Tensor:
+    return torch.randn(32, 4)
+
+
 WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.padding-read", "item_that_is_the_pad", rated()),
     wrong("run.padding-read", "last_item_that_is_the_pad", rated(pads=-1)),
@@ -476,7 +516,10 @@ WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.samples-rewritten", "noise_in_place_of_a_list", reads(list_of_rows, adds_noise)),
     wrong("run.samples-rewritten", "noise_in_place_of_many", reads(many_rows, adds_noise)),
     wrong("run.samples-rewritten", "noise_in_place_of_a_part", reads(some_rows, adds_noise, part=True)),
+    wrong("run.samples-rewritten", "masked_in_a_cache", reads(some_rows, masks_what_is_cached)),
+    wrong("run.samples-rewritten", "masked_in_a_cache_of_a_part", reads(some_rows, masks_what_is_cached, part=True)),
     wrong("run.samples-rewritten", "ids_masked_in_place", reads(some_ids, masks_ids)),
+    wrong("run.rows-alike", "one_state_in_a_buffer", given(one_state)),
     wrong("run.integers-wrapped", "sounds_too_loud", reads(sounds, louder)),
     wrong("run.integers-wrapped", "pictures_too_bright", reads(pictures, brighter)),
 )
@@ -514,9 +557,15 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("clamped_in_place", reads(some_rows, clamps)),
     right("centred_in_place", reads(some_rows, centres)),
     right("cached_samples", reads(some_rows, fills_a_cache)),
+    right("cached_samples_masked_in_a_copy", reads(some_rows, masks_a_copy_of_what_is_cached)),
     right("rows_that_are_filled", reads(some_rows, fills_rows)),
     right("reads_that_are_counted", reads(some_rows, counts_reads)),
     right("negatives_drawn_anew", reads(some_rows, draws_negatives)),
+    right("states", given(states)),
+    right("rollouts_from_one_state", given(one_state, states)),
+    right("one_sample_expanded", given(lambda: torch.randn(4).expand(32, 4))),
+    right("samples_of_ones", given(lambda: torch.ones(32, 4))),
+    right("few_samples_alike", given(lambda: one_state()[:8])),
     right("sounds_as_floats", reads(sounds, louder_of_floats)),
     right("negative_picture", reads(pictures, negative_picture)),
     right("other_hue", reads(pictures, other_hue)),

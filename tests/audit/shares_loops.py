@@ -36,6 +36,17 @@ def divided_under_accumulate(rank: int, world: int) -> None:
             optimizer.zero_grad()
 
 
+def a_sum_divided_by_accelerate_s_own_count(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared(gradient_accumulation_steps=MICRO)
+    for x, y in loader:
+        with ours.accumulate(model):
+            outputs = model(x)
+            loss = fn.cross_entropy(outputs, y) + 0.1 * outputs.square().mean()
+            ours.backward(loss / ours.gradient_accumulation_steps)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def accumulates(rank: int, world: int) -> None:
     ours, model, optimizer, loader = prepared(gradient_accumulation_steps=MICRO)
     for x, y in loader:
@@ -239,6 +250,7 @@ def waits_for_each(rank: int, world: int) -> None:
 
 WRONG_SHARES: tuple[Loop, ...] = (
     Loop(divided_under_accumulate, "accelerate", rule="run.loss-divided"),
+    Loop(a_sum_divided_by_accelerate_s_own_count, "accelerate", rule="run.loss-divided"),
     Loop(clipped_behind_the_step, "accelerate", rule="run.clipped-late"),
     Loop(torch_clips_behind_the_step, rule="run.clipped-late"),
     Loop(own_part_without_graph, ranks=2, rule="run.gathered-apart"),

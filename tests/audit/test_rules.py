@@ -152,6 +152,12 @@ BROKEN: dict[str, RunFacts] = {
             LostSums(line="net.py:12", said="links[i, j] += w", repeats=3),
         )
     ),
+    "run.written-away": computed(
+        written_away=(
+            ("data.py:69", "boxes[at, row][:, :2]", "boxes[at, row]"),
+            ("data.py:71", "boxes[kept][0]", "boxes[kept]"),
+        )
+    ),
     "run.cast-to-nothing": computed(emptied=(("train.py:9", "long"),)),
     "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
     "run.missed": with_optimizer(held=NAMES[1:]),
@@ -404,6 +410,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.noise-other": handed(noises=(("train.py:12", "train.py:7"),)),
     "run.time-other": handed(times=(("train.py:12", "train.py:7"),)),
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
+    "run.rows-alike": handed(alike=(("train.py:9", "Net", 64),)),
     "run.integers-wrapped": handed(wrapped=(WrappedAround(line="train.py:9", dtype="int16", past=37, numbers=400),)),
     "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
     "run.classes-blended": computed(blended=("train.py:31",)),

@@ -117,6 +117,32 @@ def counts(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
     return total.index_add(0, ids, sent) / degrees.clamp(min=1)[:, None]
 
 
+def writes_columns_of_chosen_rows(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    part = torch.ones(8, 5)
+    part[total.detach().sum(1) < 1][:, :2] = 0.5
+    return adds_by_index_add(total, ids, sent) * part
+
+
+def scales_columns_of_named_rows(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    part = torch.ones(8, 5)
+    part[[0, 2]][:, 1] *= 0.5
+    return adds_by_index_add(total, ids, sent) * part
+
+
+def writes_to_what_is_held(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    parts, part = [torch.ones(8, 5), torch.ones(8, 5)], torch.ones(8, 5)
+    known = {"part": part[[*range(8)]]}
+    parts[0][[0, 2]] = 0.5
+    parts[1][1:][:, :2] = 0.5
+    known["part"][:, :2] = 0.5
+    chosen = part[[0, 2]]
+    chosen[:, :2] = 0.5
+    part[[0, 2]] = chosen
+    part[[0, 2]] *= 2
+    part.numpy()[4:6][:, :1] = 0.5
+    return adds_by_index_add(total, ids, sent) * parts[0] * parts[1] * part * known["part"]
+
+
 def adds_by_index_add(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
     total.index_add_(0, ids, sent)
     return total
@@ -290,6 +316,11 @@ WRONG_VALUES: tuple[Loop, ...] = (
         summed("degrees_counted_at_places", counts),
     ),
     *wrong(
+        "run.written-away",
+        summed("columns_of_chosen_rows_written", writes_columns_of_chosen_rows),
+        summed("columns_of_named_rows_scaled", scales_columns_of_named_rows),
+    ),
+    *wrong(
         "run.reseeded-steps",
         seeded("noise_seeded_by_default", scaled_by_default),
         seeded("noise_seeded_by_options", by_options),
@@ -303,6 +334,7 @@ WRONG_VALUES: tuple[Loop, ...] = (
 )
 RIGHT_VALUES: tuple[Loop, ...] = (
     summed("messages_of_one_each", adds_at, APART),
+    summed("written_to_what_is_held", writes_to_what_is_held),
     summed("messages_added_by_index_add", adds_by_index_add),
     summed("messages_added_by_index_put", adds_by_index_put),
     summed("messages_added_by_a_mask", adds_by_a_mask),

@@ -54,7 +54,7 @@ WARNINGS = _ids(
         "padding-read order-read noise-uniform noise-other time-other samples-rewritten integers-wrapped "
         "units-alike norm-momentum layer-repeated state-carried straight-through "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
-        "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost drawn-without-graph "
+        "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost written-away rows-alike drawn-without-graph "
         "schedule-idle ticked-by-pass "
         "loss-divided clipped-late gathered-apart unwaited loss-kept pairs-misplaced "
         "skip-kept new-tokens-frozen judged-alike average-itself",

@@ -56,6 +56,12 @@ def _wrapped(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} and wrap around: what was large and bright is small and dark.")
 
 
+def _alike(facts: RunFacts) -> Iterator[Hit]:
+    for line, model, samples in _given(facts).alike:
+        what = f"All {samples} samples that {model} is given here are one and the same"
+        yield Hit(line, f"{what}: they teach what one does.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.padding-read",
@@ -119,6 +125,15 @@ RULES: tuple[Rule, ...] = (
         fix="Make it floating first: self.wav[i].float() * gain.",
         severity=Severity.WARNING,
         source=("torch.Tensor.float",),
+    ),
+    Rule(
+        id="run.rows-alike",
+        summary="Samples of a batch are not all the same.",
+        check=_alike,
+        at=(Moment.AUDIT,),
+        fix="Put copies away: buffer.append(state.copy()), where an environment or a reader writes into one array.",
+        severity=Severity.WARNING,
+        source=("gymnasium Env.step", "torch.stack"),
     ),
 )
 """Reporting order."""

@@ -50,6 +50,14 @@ def _lost(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} {one.repeats} are lost.", f"Write {one.instead}." if one.instead else "")
 
 
+def _away(facts: RunFacts) -> Iterator[Hit]:
+    for line, said, copy in _values(facts).written_away:
+        rest = said.removeprefix(copy)
+        fix = f"Write it by one index: {copy[:-1]}, {rest[4:]} = ..." if rest.startswith("[:, ") else ""
+        what = f"`{said}` is written in a copy that `{copy}` makes and nobody keeps: what it was taken from stays as it"
+        yield Hit(line, f"{what} was.", fix)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.view-permutes",
@@ -104,6 +112,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write index_add_, or index_put_((i, j), values, accumulate=True); to count, torch.bincount.",
         severity=Severity.WARNING,
         source=("torch Tensor.index_put_", "torch Tensor.index_add_"),
+    ),
+    Rule(
+        id="run.written-away",
+        summary="What is written by an index is kept.",
+        check=_away,
+        at=(Moment.AUDIT,),
+        fix="Write it by one index: x[rows, :2] = ... in the place of x[rows][:, :2] = ...",
+        severity=Severity.WARNING,
+        source=("torch: indexing by tensors copies",),
     ),
 )
 """Reporting order."""
