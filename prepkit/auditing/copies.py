@@ -14,6 +14,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from prepkit.auditing.averages import Rounding, StillNorms
 from prepkit.auditing.mixed import SelfAverages
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.values import Following
@@ -66,6 +67,8 @@ class Copies:
     """Looks inside ``on()`` at copies of weights before each step."""
 
     mixed: SelfAverages = field(factory=SelfAverages)
+    norms: StillNorms = field(factory=StillNorms)
+    rounding: Rounding = field(factory=Rounding)
     _followed: dict[int, Followed | None] = field(factory=dict)
     """By optimizer; None: nothing of it shows what an average does."""
     _told: dict[int, float] = field(factory=dict)
@@ -77,7 +80,7 @@ class Copies:
         """Inside, it looks."""
         handle = register_optimizer_step_pre_hook(self._looks)
         try:
-            with self.mixed.on():
+            with self.mixed.on(), self.norms.on(), self.rounding.on():
                 yield
         finally:
             handle.remove()
@@ -86,7 +89,8 @@ class Copies:
     def told(self) -> dict[str, Any]:
         """What was found so far, as fields of ``WindowFacts``."""
         found = (Following(name=self._names.get(key, ""), part=part) for key, part in self._told.items())
-        return {"following": tuple(found), "averages": AverageFacts(itself=self.mixed.told())}
+        kept = AverageFacts(itself=self.mixed.told(), still=self.norms.told(), rounded=self.rounding.told())
+        return {"following": tuple(found), "averages": kept}
 
     def overlapping(self, alive: Sequence[Any], model: Any) -> tuple[tuple[str, str], ...]:
         """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""

@@ -31,7 +31,7 @@ LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
-    *("drawn-without-graph", "scheduler-elsewhere", "average-itself"),
+    *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"

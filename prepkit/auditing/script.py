@@ -137,7 +137,9 @@ def audited_at_first_step(
         try:
             yield
             if stepped and others is not None:
-                others.later({"loaded_itself": tuple(window.loads.itself)})  # behind the last step
+                others.later(
+                    {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
+                )  # behind the last step
         finally:
             handle.remove()
 
