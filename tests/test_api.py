@@ -283,22 +283,28 @@ def test_every_public_name_arrives() -> None:
 
 
 @pytest.mark.parametrize("accepted", [True, False])
-@pytest.mark.parametrize("frozen", [True, False])
-def test_python_s_collector_looks_at_what_apply_makes_alone(accepted: bool, frozen: bool) -> None:
-    """A look at all of torch would cost more than the rest of a first ``apply``; what a user has frozen stays so."""
+def test_python_s_collector_leaves_old_objects_alone_while_apply_runs(accepted: bool) -> None:
+    """A look at all of torch would cost more than the rest of a first ``apply``."""
     plan = pk.build_plan(pk.Config(engine=pk.Single(), optimizer=pk.optim.SGD(lr=0.1)), model())
-    spared: list[bool] = []
+    looked: list[int] = []
+    usual = gc.get_threshold()
 
     def require(_: bytes) -> bool:
-        spared.append(gc.get_freeze_count() > 0)
-        return accepted
+        gc.callbacks.append(heard)
+        many = [[] for _ in range(3 * usual[0] * usual[1])]  # what makes a look at the second generation due thrice
+        gc.callbacks.remove(heard)
+        return accepted and bool(many)
 
-    if frozen:
-        gc.freeze()
+    def heard(phase: str, told: dict[str, int]) -> None:
+        if phase == "start":
+            looked.append(told["generation"])
+
+    gc.collect()  # so that the next ones make out more than a quarter of what is old
+    gc.set_threshold(usual[0], usual[1], 0)
     try:
         with nullcontext() if accepted else pytest.raises(pk.PlanRejected):
             pk.apply(plan, require=require)
-        assert spared == [True]
-        assert bool(gc.get_freeze_count()) is frozen
+        assert gc.get_threshold() == (usual[0], usual[1], 0)
     finally:
-        gc.unfreeze()
+        gc.set_threshold(*usual)
+    assert set(looked) == {0, 1}

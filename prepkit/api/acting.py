@@ -18,7 +18,7 @@ from prepkit.codec.statement import statement_text
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected
 from prepkit.findings.text import shorter
-from prepkit.later import needs_torch, old_objects_frozen
+from prepkit.later import needs_torch, old_objects_left
 from prepkit.plan import Plan
 from prepkit.rules import found
 
@@ -66,7 +66,7 @@ def apply(
     if isinstance(prove, bool) or not isinstance(prove, int) or prove < 0:
         raise ValueError(f"prove={prove!r:.40} is no number of windows; write prove=1 for the first one")
     needs_torch("pk.apply")
-    with old_objects_frozen():
+    with old_objects_left():
         from prepkit import planner
         from prepkit.applying.apply import apply as act
         from prepkit.applying.apply import guarded, look

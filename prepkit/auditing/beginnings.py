@@ -85,7 +85,7 @@ def _alike(root: nn.Module) -> Iterator[tuple[str, int]]:
     """Yield weights whose units are all one, and go on as one: so do their biases and gradients say."""
     for path, layer in root.named_modules():
         if isinstance(layer, nn.Linear | _ConvNd) and not isinstance(layer, nn.LazyLinear):
-            weight, bias, grad = layer.weight, layer.bias, layer.weight.grad
+            weight, bias, grad = layer.weight, layer.bias, layer.weight.grad if layer.weight.is_leaf else None
             empty = bias is not None and not bias.numel()  # of a rank that holds none of it
             apart = empty or getattr(layer, "groups", 1) > 1 or isinstance(weight, DTensor)
             if grad is None or apart or not weight.requires_grad:

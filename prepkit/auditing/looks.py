@@ -1,13 +1,19 @@
-"""The looks of an audit at a script that runs: before its first step, and before some behind it."""
+"""The looks of an audit at a script that runs, before its first step and some behind it, and what is alive there."""
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from attrs import define, evolve, field
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
@@ -17,6 +23,7 @@ from prepkit.facts.phases import PhaseFacts
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding, Severity
+from prepkit.observe.prepared.optimizers import inner
 from prepkit.ranks.arrivals import Arrivals
 from prepkit.ranks.world import world
 from prepkit.rules import by_id, due
@@ -185,3 +192,69 @@ def behind_closure(arguments: Any, named: Any, look: Callable[[], None]) -> Any:
         return closure if one is given[0] else one
 
     return tuple(map(replaced, arguments)), {name: replaced(one) for name, one in named.items()}
+
+
+_KINDS = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
+"""Classes of what a loop has. The wrapper of accelerate's schedulers is none of them, and is found from inside."""
+
+
+@cache
+def is_of_a_loop(cls: type) -> bool:
+    """Loaders of accelerate are torch's by ``__class__`` only, and not by ``type``."""
+    return issubclass(cls, _KINDS) or any(base.__name__ == "DataLoaderAdapter" for base in cls.__mro__)
+
+
+def alive_now() -> list[Any]:
+    """Everything alive that a loop has."""
+    return [thing for thing in gc.get_objects() if is_of_a_loop(type(thing))]  # type: ignore[arg-type]
+
+
+class Earlier:
+    """What was alive before a program began, as in other cells of a notebook; nothing of it is kept alive."""
+
+    def __init__(self) -> None:
+        alive = alive_now()
+        self._things = {id(one): (weakref.ref(one), _read_of(one)) for one in alive}
+        grads = [param.grad for one in alive for param in _params_of(one) if param.grad is not None]
+        self._grads = {id(one): (weakref.ref(one), one._version) for one in grads}
+
+    def used(self, alive: list[Any], optimizer: Any, called: Iterable[nn.Module]) -> list[Any]:
+        """What is alive, without what was before and the program does not use: it calls, steps or reads nothing of it.
+
+        ``called``: modules that were called from outside of any other.
+        """
+        mine = {id(param) for one in called for param in one.parameters()} | _held(optimizer)
+        mine |= {id(one) for thing in alive for one in _params_of(thing) if self._is_new(one.grad)}
+        return [one for one in alive if not self._knows(one) or self._uses(one, mine)]
+
+    def _knows(self, thing: Any) -> bool:
+        return thing is self._things.get(id(thing), (lambda: None,))[0]()
+
+    def _is_new(self, grad: Tensor | None) -> bool:
+        """Whether something has made it, or added to it, since then."""
+        known, version = self._grads.get(id(grad), (lambda: None, 0))
+        return grad is not None and (known() is not grad or version != grad._version)
+
+    def _uses(self, thing: Any, mine: set[int]) -> bool:
+        match thing:
+            case nn.Module():
+                return not mine.isdisjoint(map(id, thing.parameters()))
+            case torch.optim.Optimizer():
+                return not mine.isdisjoint(_held(thing))
+            case LRScheduler():
+                return not mine.isdisjoint(_held(inner(thing.optimizer)))
+        return _read_of(thing) != self._things[id(thing)][1] or isinstance(thing, DataLoader)
+
+
+def _read_of(thing: Any) -> int:
+    """Batches that a pass over a loader has given."""
+    return int(thing._num_yielded) if isinstance(thing, _BaseDataLoaderIter) else 0
+
+
+def _params_of(thing: Any) -> list[nn.Parameter]:
+    params = thing._parameters.values() if isinstance(thing, nn.Module) else ()
+    return [one for one in params if one is not None]
+
+
+def _held(optimizer: Any) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}

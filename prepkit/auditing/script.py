@@ -7,11 +7,10 @@ import runpy
 import sys
 import time
 import traceback
-import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
 from threading import Thread
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import evolve
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -29,7 +28,17 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
-from prepkit.auditing.looks import FIRST, PUT_AROUND, FirstStep, ScriptLooks, behind_closure, everywhere, put_around
+from prepkit.auditing.looks import (
+    FIRST,
+    PUT_AROUND,
+    Earlier,
+    FirstStep,
+    ScriptLooks,
+    alive_now,
+    behind_closure,
+    everywhere,
+    put_around,
+)
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
@@ -37,7 +46,7 @@ from prepkit.findings import Finding
 from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.averaging import left_waiting
-from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.instead import around_calls, by_plain
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
@@ -48,6 +57,8 @@ from prepkit.ranks.world import world
 from prepkit.rules import by_id
 from prepkit.rules.rule import findings_of
 
+PLACE = "its first step"
+"""Where ranks meet."""
 SCRIPTS: list[str] = []
 """Those that run under an audit, which proves them where it is asked to: they are not to prove themselves too."""
 LISTENS = tuple(str(Path(__file__).parents[1] / room) + "/" for room in ("auditing", "proving"))
@@ -105,17 +116,24 @@ def _audit(run: Callable[[], object], looks: ScriptLooks) -> Audit | None:
 
 @contextmanager
 def audited_at_first_step(
-    heard: Callable[[Audit], None], arrivals: Arrivals, others: ScriptLooks | None = None
+    heard: Callable[[Audit], None],
+    arrivals: Arrivals,
+    others: ScriptLooks | None = None,
+    alone: Callable[[], None] = lambda: None,  # the default of an argument
 ) -> Iterator[None]:
     """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
 
     ``others``: takes that of every other optimizer, before its first step, and stale gradients of later steps. Where
     the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and hands
-    on its own. Raises ``RanksApart`` there where not every rank comes.
+    on its own. ``alone``: is called at each step of what this rank trains by itself, while the others wait for it
+    before they train; it is not looked at. Raises ``RanksApart`` where not every rank comes.
     """
-    window, earlier, stepped = Window(arrivals=arrivals), Earlier(), dict[int, Any]()
+    window, earlier, stepped, apart = Window(arrivals=arrivals), Earlier(), dict[int, Any](), list[None]()
 
     def begins(optimizer: Any, arguments: Any, named: Any) -> Any:
+        if not stepped and arrivals.others_rest(PLACE):
+            apart.append(None)
+            return behind_closure(arguments, named, alone)
         if stepped and others is not None:
             others.later(window.told())
         if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= 8:  # one for each step
@@ -125,6 +143,8 @@ def audited_at_first_step(
         return behind_closure(arguments, named, lambda: look(optimizer, first=first))
 
     def look(optimizer: Any, *, first: bool) -> None:
+        if apart:
+            gc.collect()  # what this rank has trained by itself, where it is gone
         made = not goes_backward()  # in a hook of the backward some gradients are still to come
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
@@ -140,6 +160,9 @@ def audited_at_first_step(
                 others.later(
                     {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
                 )  # behind the last step
+            if apart and not stepped:
+                own = f"Rank {world().rank} has made {len(apart):,} steps"
+                arrivals.parts(f"{own} while no other rank had called a model, and none has stepped with it")
         finally:
             handle.remove()
 
@@ -161,7 +184,7 @@ def _together(arrivals: Arrivals, awaited: Sequence[nn.Parameter]) -> bool:
 
     averaging = Thread(target=average, daemon=True)  # which may never end
     averaging.start()
-    asks = arrivals.together("its first step")
+    asks = arrivals.together(PLACE)
     averaging.join(ANSWER_S)
     return asks
 
@@ -199,14 +222,14 @@ def told(script: str, error: Exception, step: str = FIRST) -> str:
     while inside is not None and inside.tb_frame.f_code.co_filename != script:
         inside = inside.tb_next
     shown = "".join(traceback.format_exception(type(error), error, inside or frames))  # none where it does not parse
-    if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error)):
+    if _is_ours([frame.f_code for frame, _ in traceback.walk_tb(frames)], str(error), by_plain(frames)):
         return f"{shown}this was raised by prepkit itself, and not by {script}: report it, please"
     return f"{shown}{script} raised before {step}{', so that there was nothing to audit' * (step == FIRST)}"
 
 
-def _is_ours(calls: list[CodeType], said: str) -> bool:
+def _is_ours(calls: list[CodeType], said: str, plainly: bool) -> bool:
     """Return whether prepkit's look has failed, or what it listens with; not what a script asks of prepkit itself."""
-    inmost = takewhile(lambda code: code.co_filename.startswith(_OURS), reversed(calls))
+    inmost = takewhile(lambda code: code.co_filename.startswith(_OURS), () if plainly else reversed(calls))
     return audit_step.__code__ in calls or any(own in said or own in str([*inmost]) for own in LISTENS)
 
 
@@ -238,7 +261,7 @@ def audit_step(
     program unless it uses it.
     """
     begun = time.perf_counter()
-    alive = _alive()
+    alive = alive_now()
     if earlier is not None and window is not None:
         alive = earlier.used(alive, optimizer, window.entered())
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
@@ -253,61 +276,6 @@ def audit_step(
     )
     others = () if window is None else tuple(_of_others(model, roots, alive, called, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
-
-
-def _alive() -> list[Any]:
-    return [thing for thing in gc.get_objects() if _is_of_a_loop(type(thing))]  # type: ignore[arg-type]
-
-
-class Earlier:
-    """What was alive before a program began, as in other cells of a notebook; nothing of it is kept alive."""
-
-    def __init__(self) -> None:
-        alive = _alive()
-        self._things = {id(one): (weakref.ref(one), _read_of(one)) for one in alive}
-        grads = [param.grad for one in alive for param in _params_of(one) if param.grad is not None]
-        self._grads = {id(one): (weakref.ref(one), one._version) for one in grads}
-
-    def used(self, alive: list[Any], optimizer: Any, called: Iterable[nn.Module]) -> list[Any]:
-        """What is alive, without what was before and the program does not use: it calls, steps or reads nothing of it.
-
-        ``called``: modules that were called from outside of any other.
-        """
-        mine = {id(param) for one in called for param in one.parameters()} | _held(optimizer)
-        mine |= {id(one) for thing in alive for one in _params_of(thing) if self._is_new(one.grad)}
-        return [one for one in alive if not self._knows(one) or self._uses(one, mine)]
-
-    def _knows(self, thing: Any) -> bool:
-        return thing is self._things.get(id(thing), (lambda: None,))[0]()
-
-    def _is_new(self, grad: Tensor | None) -> bool:
-        """Whether something has made it, or added to it, since then."""
-        known, version = self._grads.get(id(grad), (lambda: None, 0))
-        return grad is not None and (known() is not grad or version != grad._version)
-
-    def _uses(self, thing: Any, mine: set[int]) -> bool:
-        match thing:
-            case nn.Module():
-                return not mine.isdisjoint(map(id, thing.parameters()))
-            case torch.optim.Optimizer():
-                return not mine.isdisjoint(_held(thing))
-            case LRScheduler():
-                return not mine.isdisjoint(_held(inner(thing.optimizer)))
-        return _read_of(thing) != self._things[id(thing)][1] or isinstance(thing, DataLoader)
-
-
-def _read_of(thing: Any) -> int:
-    """Batches that a pass over a loader has given."""
-    return int(thing._num_yielded) if isinstance(thing, _BaseDataLoaderIter) else 0
-
-
-def _params_of(thing: Any) -> list[nn.Parameter]:
-    params = thing._parameters.values() if isinstance(thing, nn.Module) else ()
-    return [one for one in params if one is not None]
-
-
-def _held(optimizer: Any) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 OF_OTHERS = frozenset(
@@ -370,16 +338,6 @@ def _meant(optimizer: Any, roots: list[nn.Module], called: list[nn.Module], aliv
 
 def _kind(param: torch.Tensor) -> tuple[object, ...]:
     return tuple(param.shape), param.dtype, param.device
-
-
-_KINDS = (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
-"""Classes of what a loop has. The wrapper of accelerate's schedulers is none of them, and is found from inside."""
-
-
-@cache
-def _is_of_a_loop(cls: type) -> bool:
-    """Loaders of accelerate are torch's by ``__class__`` only, and not by ``type``."""
-    return issubclass(cls, _KINDS) or any(base.__name__ == "DataLoaderAdapter" for base in cls.__mro__)
 
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:

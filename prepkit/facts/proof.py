@@ -356,3 +356,19 @@ def fitted(one: GradientProof, copy: int, sums: Vector) -> float:
     """The factor with which the sum is nearest to what was recorded."""
     square = square_of(one.gram, sums)
     return sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True)) / square if square else 0.0
+
+
+ONE_LINE = 1e-5
+"""Of the square of a share, so much beside a line is rounding."""
+
+
+def on_one_line(one: GradientProof) -> bool:
+    """Return whether all shares lie on one line, as those of one element, or of a bias before a layer of one output.
+
+    Whatever is made of them is a multiple of what it should be.
+    """
+    along = max(one.gram, key=max, default=())
+    at, most = (along.index(max(along)), max(along)) if along else (0, 0.0)
+    return all(
+        most * one.gram[i][i] - one.gram[at][i] ** 2 <= ONE_LINE * most * one.gram[i][i] for i in range(len(along))
+    )

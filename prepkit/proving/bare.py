@@ -291,3 +291,8 @@ def in_the_same_place(params: Iterable[tuple[str, nn.Parameter]], others: Iterab
         if same := [f"`{name}`" for name, mine, its in here if mine is not None and mine != its]:
             said = f"weights of `{type(one).__name__}` lie where the model's lie ({', '.join(same[:3])})"
             yield f"{said}, and move with each step: copy a teacher or a target (copy.deepcopy, no assign=True)"
+
+
+def stands_around(root: nn.Module, wrapper: str) -> dict[str, Any]:
+    """What stands around the root, as ``Disturbed`` has it; ``wrapper``: as a call has shown it; empty: none has."""
+    return {"wrapper": wrapper or wrapped_by(root), "raw": is_raw(root)}

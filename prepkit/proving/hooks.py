@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import define, field
+from attrs import define, field, fields, has
 from torch import Tensor, nn
 
 from prepkit.facts.proof import near
@@ -480,3 +480,18 @@ def line_of(what: str) -> Iterator[str]:
             yield f"{what} at {Path(file).name}:{frame.f_lineno}"
             return
         frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+
+
+def begin_anew(heard: Any, fresh: Any, but: Collection[str] = ()) -> None:
+    """What a listener has heard becomes what a ``fresh`` one has. Lists, dicts and its parts stay: others hold them."""
+    for name in (one.name for one in fields(type(heard)) if one.name not in but and hasattr(fresh, one.name)):
+        match getattr(heard, name), getattr(fresh, name):
+            case list() as now, new:
+                now[:] = new
+            case dict() as now, new:
+                now.clear()
+                now.update(new)
+            case now, new if has(type(now)) and type(now).__module__.startswith(__package__):
+                begin_anew(now, new)
+            case _, new:
+                setattr(heard, name, new)

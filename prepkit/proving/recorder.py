@@ -29,6 +29,7 @@ from prepkit.proving import bare
 from prepkit.proving.called import Called, by_each, leaves_listened, micro_of, place_in
 from prepkit.proving.hooks import (
     asked_for,
+    begin_anew,
     ends_of,
     evaluating,
     heard,
@@ -158,8 +159,6 @@ class Recorder(Turns):
         self._tensors |= {name: one for at, call in enumerate(self._calls) for name, one in dict(call.held(at)).items()}
         first = self is next(one for one in self.family if one.stepped)
         untold = waiting(self.family, self.family[0].awaited) if first else Waiting()
-        for told in untold.noted:
-            self.tell(told)
         others = [one.root for one in self.family if not one.stepped and one.root is not None]
         if own := tuple(self.around.own):
             self.tell(f"the forward itself changes {some(own)}: weights were replayed as they were at the step")
@@ -168,7 +167,8 @@ class Recorder(Turns):
             said = "and has not stepped in this window, which is right where parts train in turn"
             self.tell(f"another optimizer holds {some(elsewhere)}, {said}")
         faded = (faded_said(self._next.faded),) if self._next.faded else ()
-        for told in (*faded, *bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others))):
+        alike = bare.in_the_same_place(parameters(self.root), (*self.family[0].still.values(), *others))
+        for told in (*untold.noted, *faded, *alike):
             self.tell(told)
         engine, copies = engine_of(self.root), self._strange and not self._held.optimizers
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self.around.scale
@@ -202,7 +202,9 @@ class Recorder(Turns):
                 self.around.told(
                     self.root, tuple(self._micros), scale, known, copies=copies, computed=self.family[0]._computed
                 ),
-                **self._around(self.root, untold),
+                **bare.stands_around(self.root, self.around.wrapper),
+                unstepped=untold.unstepped,
+                detached=untold.detached,
             ),
             lines=tuple(self._lines),
             limits=tuple(self._limits),
@@ -210,11 +212,6 @@ class Recorder(Turns):
         )
         self._tensors |= {f"trace/{at}": values for at, values in enumerate(self._tracer.values)}
         return Record(head, self._tensors)
-
-    def _around(self, root: nn.Module, untold: Waiting) -> dict[str, Any]:
-        """What stands around and beside the root, as ``Disturbed`` has it."""
-        beside = {"unstepped": untold.unstepped, "detached": untold.detached}
-        return {"wrapper": self.around.wrapper or bare.wrapped_by(root), "raw": bare.is_raw(root), **beside}
 
     def _root(self, module: nn.Module, *_: Any) -> None:
         """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""
@@ -258,6 +255,13 @@ class Recorder(Turns):
         self.root, self.done, self._dtype, self.around.swung = None, done, torch.float64, False
         for what in (self._calls, self._tensors, self._limits, self._tracer):
             what.clear()
+
+    def forgets(self) -> None:
+        """Nothing that was heard so far is of the window."""
+        for one in self.family:
+            one._detach(done=True)
+        del self.family[1:]
+        begin_anew(self, evolve(self, root=None), but=("family", "_stack", "_hooked"))
 
     def _attach(self, root: nn.Module) -> None:
         self.root = bare.standing(root)
@@ -458,16 +462,16 @@ class Recorder(Turns):
         self._stepping = False
         for name in places(self._parts, optimizer):
             self._keep(f"after/{name}", self._parts[name].values)
-        if all(name in self._held.groups or not self._parts[name].values.numel() for name in self._trained()):
+        if not any(self._parts[name].values.numel() for name in self._missing()):
             self._complete()
 
-    def _trained(self) -> set[str]:
-        return self._trains & self._parts.keys()
+    def _missing(self) -> set[str]:
+        return (self._trains & self._parts.keys()) - self._held.groups.keys()
 
     def _complete(self) -> None:
         if not self.done and self.root is not None:
             self._evaluating = evaluating(self.root)
-            for name in sorted(self._trained() - self._held.groups.keys()):  # which other ranks may step, and send
+            for name in sorted(self._missing()):  # which other ranks may step, and send
                 self._keep(f"after/{name}", self._parts[name].values)
         self.done = self._clips.closed = True
         if not self.lingers:

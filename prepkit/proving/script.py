@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def prove_script(
     recorder = Recorder(when_done=end, agrees=_in_turn(arrivals), traces=keep is not None, lingers=True)
     hook = register_optimizer_step_post_hook(counted)
     try:
-        with recorder.on(), audited_at_first_step(looked, arrivals):
+        with recorder.on(), audited_at_first_step(looked, arrivals, alone=partial(_forget, recorder, steps)):
             _run(script, arguments, arrivals)
         arrivals.meet(AT_END, last=True)
         arrivals.meet("the proof", last=True)
@@ -127,6 +128,12 @@ def prove_script(
         proof = evolve(proof, audit=evolve(found, findings=tuple(untold(found.findings, proof.findings))))
     arrivals.lets_go()
     return proof
+
+
+def _forget(recorder: Recorder, steps: list[None]) -> None:
+    """What was recorded and counted is of something that no other rank trains."""
+    recorder.forgets()
+    steps.clear()
 
 
 def _goes_on(found: Audit, arrivals: Arrivals) -> None:

@@ -103,14 +103,13 @@ class Arrivals:
 
         Where every rank does, none will ever go on, which the first one says.
         """
-        peers = self._peers
-        if peers is None or self.hands or not world().running or "nccl" in world().backend:
-            return
         still = bool(place) and seconds > SAID_S
-        if not still and not self._stood:
+        if (not still and not self._stood) or self.hands or not world().running or "nccl" in world().backend:
             return
-        self._stood = still
         with suppress(RuntimeError):
+            if (peers := self._joined()) is None:
+                return
+            self._stood = still
             peers.store.set(f"stands/{peers.rank}", json.dumps((place, seconds)) if still else "")
             each = [_stands(peers, one) for one in range(peers.world if still and not peers.rank else 0)]
             if each and all(since > ALL_STAND_S for _, since in each):
@@ -203,6 +202,31 @@ class Arrivals:
         peers.store.compare_set(f"how {place}", "", "alone" if missing else "together")
         self.alone = peers.store.get(f"how {place}") == "alone"
         return not self.alone
+
+    def others_rest(self, place: str) -> bool:
+        """Return whether no other rank has called a model, and each stands still in a call until this one comes there.
+
+        As where this rank trains something by itself before all train, and not in a wrapper that is told to average
+        nothing. Waits until that is so, or is not, as where one comes to the same place.
+        """
+        if self.hands or self.done.alone or (peers := self._joined()) is None or "nccl" in world().backend:
+            return False
+        began, others = time.monotonic(), [one for one in range(peers.world) if one != peers.rank]
+        peers.store.set(f"{place} comes/{peers.rank}", "here")
+        while time.monotonic() < began + STILL_S and next(peers.ended(others), None) is None:
+            come = (peers.store.check([f"{place} comes/{one}"]) for one in others)
+            if any(come) or any(_read(peers, one) != Reached() for one in others):
+                break
+            if all(_stands(peers, one)[0] for one in others):
+                return bool(others)
+            time.sleep(pause(time.monotonic() - began))
+        return False
+
+    def parts(self, why: str) -> None:
+        """Raise ``RanksApart`` here, and on every rank that waits for this one."""
+        if (peers := self._joined()) is not None:
+            peers.store.compare_set(VERDICT, "", why)
+            self._goes_on()
 
     def come(self, place: str, within_s: float) -> bool:
         """Say that this rank is here; return whether every rank is, after so many seconds at most."""

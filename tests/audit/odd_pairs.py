@@ -242,6 +242,13 @@ def fsdp1_at_step(rank: int, world: int) -> Case:
     return Case(model=model, optimizer=adam(model), at_step=True)
 
 
+def fsdp1_of_an_embedding(rank: int, world: int) -> Case:
+    """Its weight is a plain attribute there, and ``_weight`` an argument of its class."""
+    model = flattened(nn.Sequential(nn.Embedding(8, WIDTH), net()), use_orig_params=False)
+    model(torch.arange(8) % (rank + 4)).square().sum().backward()
+    return Case(model=model, optimizer=adam(model), at_step=True)
+
+
 def fsdp1_without_shards(rank: int, world: int) -> Case:
     model = FullyShardedDataParallel(
         net(), use_orig_params=True, device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy.NO_SHARD
@@ -311,6 +318,7 @@ ODD_TWO = (
     *(unused_under_find_unused, compressed, accumulated_under_no_sync, averaged_by_hooks, divided_optimizer),
     *(averaged_out_of_sight, norms_without_buffers, norms_of_each_rank, teacher_under_ddp, ema_on_rank_0),
     *(encoder_and_decoder, compiled_inside_ddp, fsdp1_at_step, fsdp1_without_shards, fsdp2_with_a_frozen_part),
+    fsdp1_of_an_embedding,
     *(experts_of_each_rank, shards_within_tensor_ranks, replicas_of_shards, stages),
 )
 ODD_TWO_LIBRARIES = (

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from prepkit.auditing import window
 from prepkit.auditing.audit import audit
+from prepkit.auditing.looks import is_of_a_loop
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.script import _is_of_a_loop, _loaders, audit_step, told
+from prepkit.auditing.script import _loaders, audit_step, told
 from prepkit.observe.prepared.loaders import first_sample, prepared_loader
 from tests.audit.by_libraries import accelerator
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
@@ -186,6 +187,59 @@ def test_a_rank_that_skips_its_step_is_given_up(run: Auditor) -> None:
     assert "Traceback" not in err
 
 
+ONE_FIRST = f"""{MODEL}
+import gc
+import torch.distributed as dist
+gc.disable()
+dist.init_process_group("gloo")
+class Teacher(nn.Sequential):
+    pass
+def trained():
+    teacher = Teacher(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    teacher.layers = [teacher]  # which the collector alone frees
+    by = torch.optim.Adam(teacher.parameters())
+    for x, y in DataLoader(data, batch_size=4):
+        by.zero_grad()
+        (teacher(x) - y).square().mean().backward()
+        by.step()
+    by.param_groups.clear()  # it lives as long
+    return teacher.state_dict()
+if dist.get_rank() == 0:
+    torch.save(trained(), "teacher.pt")
+dist.barrier()
+if TRAINS:
+    if LOADS:
+        model.load_state_dict(torch.load("teacher.pt"))
+    model = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x, y in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+"""Rank 0 trains a teacher by itself, while the other one waits for it."""
+
+
+@pytest.mark.parametrize("words", [(), ("--prove",)], ids=["audit", "proof"])
+def test_what_one_rank_trains_while_the_others_wait_is_no_part_of_what_all_train(
+    run: Auditor, words: tuple[str, ...]
+) -> None:
+    def ran(loads: str, trains: str = "True") -> tuple[int, str, str]:
+        return run(QUICK + ONE_FIRST.replace("LOADS", loads).replace("TRAINS", trains), *words, "train.py", world=2)
+
+    code, out, err = ran("True")
+    assert code == 0, out + err
+    assert "ddp over 2 ranks; AdamW" in out
+    assert ("proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain" in out) is bool(words)
+    assert not {line.split()[0] for line in out.splitlines()} & {"warning", "error"}, out
+    code, out, err = ran("dist.get_rank() == 0")
+    assert code == 1, out + err
+    assert ("prove.first-weights" if words else "run.ranks-values") in out
+    code, out, err = ran("True", trains="False")
+    assert code == (1 if words else 3), out + err
+    assert "Rank 0 has made 8 steps while no other rank had called a model, and none has stepped with it" in out + err
+
+
 LEAVES_OUT = f"""{MODEL}
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -316,7 +370,7 @@ def test_a_stream_that_accelerate_hands_out_is_divided_by_it() -> None:
 
     stream = DataLoaderDispatcher(DataLoader(Stream(), batch_size=2).dataset, batch_size=2)
     loader = DataLoader(Stream(), batch_size=2)
-    assert [type(one) for one in (stream, loader) if _is_of_a_loop(type(one))] == [DataLoaderDispatcher, DataLoader]
+    assert [type(one) for one in (stream, loader) if is_of_a_loop(type(one))] == [DataLoaderDispatcher, DataLoader]
     reading = iter(stream.base_dataloader)
     assert _loaders([stream, stream.base_dataloader, loader, reading]) == [stream]
     assert prepared_loader(stream).division == "accelerate"
@@ -352,6 +406,13 @@ def test_a_look_that_fails_says_so_and_a_refusal_that_the_script_asks_for_is_the
     assert ("this was raised by prepkit itself, and not by train.py: report it, please" in err) is ours, err
     assert ("train.py raised before its first optimizer step" in err) is not ours
     assert "Traceback" in err
+
+
+def test_what_torch_raises_where_a_listener_calls_it_is_the_scripts(run: Auditor) -> None:
+    text = FINE.replace("optimizer.step()", "torch.ones(3).lerp_(torch.ones(4), 0.1); optimizer.step()")
+    code, _, err = run(text, "train.py")
+    assert code == 3, err
+    assert "train.py raised before its first optimizer step" in err
 
 
 HAND = """

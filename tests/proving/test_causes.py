@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from attrs import evolve
 
 from prepkit.facts.proof import GradientProof, LossShare, ProofFacts, StepProof
@@ -87,13 +88,21 @@ def test_ranks_that_clip_before_the_average_are_told_to_clip_behind_it() -> None
     assert " x what they should be" not in found.what  # which is no multiple of that
 
 
-def test_a_gradient_of_one_element_has_the_cause_of_the_others() -> None:
-    """Any other number is a multiple of what it should be."""
+@pytest.mark.parametrize("numel", [1, 8], ids=["one element", "a bias before a layer of one output"])
+def test_a_gradient_whose_shares_lie_on_one_line_has_the_cause_of_the_others(numel: int) -> None:
+    """Whatever is made of them is a multiple of what it should be."""
     averaged = evolve(APART.gradients[0], dots=((0.25, 0.05), (0.25, 0.05)), squares=(0.065, 0.065))
     gram = ((1.0, 1.0), (1.0, 1.0))
-    tiny = GradientProof(name="bias", numel=1, gram=gram, dots=((0.3, 0.3),) * 2, squares=(0.09,) * 2, holders=(0, 1))
+    tiny = GradientProof(
+        name="bias", numel=numel, gram=gram, dots=((0.3, 0.3),) * 2, squares=(0.09,) * 2, holders=(0, 1)
+    )
     (found,) = found_in(evolve(APART, gradients=(averaged, tiny), shrunk=(0.5, 0.1))).findings
     assert found.what.startswith("All gradients are clipped by each rank before they were averaged")
+    opposed = evolve(tiny, gram=((1.0, -2.0), (-2.0, 4.0)), dots=((1.0, -2.0), (-2.0, 4.0)), squares=(1.0, 4.0))
+    (found,) = found_in(evolve(APART, gradients=(*APART.gradients, opposed))).findings
+    assert found.what.startswith("All gradients are each rank's own")
+    crossed = evolve(tiny, gram=((1.0, 0.5), (0.5, 1.0)), dots=((0.225, 0.225),) * 2, squares=(0.0675,) * 2)
+    assert len(found_in(evolve(APART, gradients=(averaged, crossed), shrunk=(0.5, 0.1))).findings) == 2
     (alone,) = found_in(evolve(APART, gradients=(tiny,))).findings
     assert alone.rule == "prove.ratio"
 

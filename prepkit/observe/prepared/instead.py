@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,6 +34,17 @@ def around_calls(home: Any, name: str, around: Callable[..., Any], *, also: Any 
     finally:
         _ON.remove(entry)
         entry.take_off()
+
+
+def by_plain(raised: TracebackType | None) -> bool:
+    """Return whether the function for which another stands has raised, and has no frame: it is not Python's.
+
+    A listener calls it by the name ``plain``, wherever it does.
+    """
+    frames = traceback.extract_tb(raised)
+    if not frames or frames[-1].lineno is None or frames[-1].colno is None:
+        return False
+    return linecache.getline(frames[-1].filename, frames[-1].lineno)[frames[-1].colno :].startswith("plain(")
 
 
 @frozen(eq=False)

@@ -380,7 +380,7 @@ def _of_module(site: Site) -> Iterator[Unread]:
         if isinstance(value, bool) and name not in _OWN and (meant := _near(name, ("training",))):
             yield Unread(where=where, name=name, meant=meant)
     if type(module).__module__.startswith("torch.nn."):
-        settings = [name for name in inspect.signature(type(module)).parameters if len(name) > 3]
+        settings = [name for name in inspect.signature(type(module)).parameters if len(name) > 3 and name[0] != "_"]
         for name in own.keys() - _OWN - set(getattr(type(module), "__constants__", ())):
             if not name.startswith("_") and name not in settings and (meant := _near(name, settings)):
                 yield Unread(where=where, name=name, meant=meant)

@@ -29,6 +29,7 @@ from prepkit.facts.proof import (
     near,
     norm,
     of_micros,
+    on_one_line,
     only,
     replicas_apart,
     square_of,
@@ -427,7 +428,7 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         for key in lacking:
             alone = Cause("prove.not-averaged", "", rank=1 - int(key[1].removeprefix(NONE_OF)))
             found["prove.not-averaged", key[1]] = [(alone, name) for _, name in found.pop(key)]
-    _fold(found, {one.name for one in facts.gradients if one.numel == 1})
+    _fold(found, {one.name for one in facts.gradients if on_one_line(one)})
     apart = ("prove.direction", "prove.clipped-scaled")
     turned = any(rule in apart and not why.startswith(WHILE_SCALED) for rule, why in found)
     if found and (scaled := aim.scaled_apart(facts.gradients, turned=turned)):
@@ -439,13 +440,15 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
     )
 
 
-def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], tiny: set[str]) -> None:
-    """Lays gradients of one element, which are a multiple of whatever they should be, to the one cause of others."""
-    told = ("prove.ratio", NO_NUMBER)
-    if len(found) == 2 and tiny.issuperset(name for _, name in found.get(told, [])) and told in found:
-        names = [name for _, name in found.pop(told)]
-        ((cause, _), *_) = every = next(iter(found.values()))
-        every += [(cause, name) for name in names]
+def _fold(found: dict[tuple[str, str], list[tuple[Cause, str]]], lines: set[str]) -> None:
+    """Lays gradients on a line, which are a multiple of whatever they should be, to the one cause of others."""
+    names = {name for key, every in found.items() if key[1].startswith(NO_NUMBER) for _, name in every}
+    rest = {key: [one for one in every if one[1] not in names] for key, every in found.items()}
+    told = [key for key, every in rest.items() if every]
+    if names <= lines and len(told) == 1:
+        ((cause, _), *_) = every = rest[told[0]]
+        found.clear()
+        found[told[0]] = every + [(cause, name) for name in sorted(names)]
 
 
 def _where(cause: Cause | None, holder: int, each: list[Cause | None]) -> Cause | None:
