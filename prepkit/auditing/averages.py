@@ -239,8 +239,14 @@ class Rounding:
         (place, factor, before), self._scaled = self._scaled, (0, 0.0, None)
         result = plain(one, *given, **named)
         part = named.get("alpha", 1)
-        mine = before is not None and given and not torch.compiler.is_compiling() and one.data_ptr() == place
-        if mine and before is not None and _is_part(part) and abs(factor + part - 1) < NEAR:
+        plainly = before is not None and given and not torch.compiler.is_compiling() and _is_plain(one)
+        if (
+            before is not None
+            and plainly
+            and one.data_ptr() == place
+            and _is_part(part)
+            and abs(factor + part - 1) < NEAR
+        ):
             self._hears(one, before, given[0], part)
         return result
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
-from prepkit.facts.copies import AverageFacts
+from prepkit.facts.copies import AverageFacts, RoundedAway, StandsStill
 from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
@@ -376,6 +376,16 @@ BROKEN: dict[str, RunFacts] = {
     "run.storage-shared": evolve(FINE, window=WindowFacts(overlapping=(("dec.weight", "enc.weight"),))),
     "run.average-follows": evolve(
         FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
+    ),
+    "run.average-buffers": evolve(
+        FINE,
+        window=WindowFacts(averages=AverageFacts(still=(StandsStill(line="train.py:9", model="Net", norms=3),))),
+    ),
+    "run.average-rounds": evolve(
+        FINE,
+        window=WindowFacts(
+            averages=AverageFacts(rounded=(RoundedAway(line="train.py:9", dtype="bfloat16", share=0.4),))
+        ),
     ),
     "run.average-itself": evolve(FINE, window=WindowFacts(averages=AverageFacts(itself=("train.py:9",)))),
     "run.targets-alike": evolve(

@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.AUDIT,),
         fix=(
             "Copy them in each update: for old, new in zip(average.buffers(), model.buffers()): old.copy_(new); or "
-            "AveragedModel(model, use_buffers=True), or update_bn(loader, average) before it is evaluated."
+            "AveragedModel(model) with update_parameters, or update_bn(loader, average) before it is evaluated."
         ),
         severity=Severity.WARNING,
         source=("torch AveragedModel",),
