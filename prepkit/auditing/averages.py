@@ -1,4 +1,4 @@
-"""Averages of weights that stand still: the buffers of their norms, and what rounding loses of each update."""
+"""Averages of weights that stand still, by the buffers of their norms or by rounding, or are of one model alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.facts.copies import RoundedAway, StandsStill
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.around import Line, frames_above, is_of_library, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 
 SAMPLE = 64
@@ -41,6 +42,7 @@ PART = 0.1
 MOST_FOLLOWED = 32
 NEAR = 1e-6
 """So near to 1 is the sum of both factors of an average."""
+MOST_LINES = 64
 
 
 @frozen(eq=False)
@@ -187,76 +189,115 @@ class _Followed:
 
 
 @define(eq=False)
-class Rounding:
-    """Listens inside ``on()`` to averages that are made in place in a dtype of few digits, which rounds to nearest."""
+class InPlace:
+    """Listens inside ``on()`` to the averages that a program makes in place.
 
+    Of weights with themselves, as with a teacher that is the student, and in a dtype of few digits.
+    """
+
+    quiet: bool = False
+    """Whether another look has told of those with themselves."""
+    _apart: set[Line] = field(factory=set)
+    """Lines that average something with something else."""
+    _itself: dict[Line, set[int]] = field(factory=dict)
+    """Lines that average memory with itself, and where it lies."""
+    _trained: dict[Line, None] = field(factory=dict)
+    """Those of them whose memory an optimizer steps."""
+    _kept: tuple[int, float, Tensor | None] = (0, 0.0, None)
+    """What was multiplied last, by what, and some numbers of it before, where it has few digits."""
     _followed: dict[tuple[int, tuple[int, ...]], _Followed] = field(factory=dict)
     """By memory and shape."""
-    _scaled: tuple[int, float, Tensor | None] = (0, 0.0, None)
-    """What was multiplied last, by what, and some numbers of it before."""
-    _told: dict[str, RoundedAway] = field(factory=dict)
+    _rounded: dict[str, RoundedAway] = field(factory=dict)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(Tensor, "lerp_", self._lerps))
-            stack.enter_context(around_calls(torch, "_foreach_lerp_", self._lerps_each))
-            stack.enter_context(around_calls(Tensor, "mul_", self._scales))
+            stack.enter_context(around_calls(Tensor, "mul_", self._keeps))
             stack.enter_context(around_calls(Tensor, "add_", self._adds))
+            stack.enter_context(around_calls(torch, "_foreach_lerp_", self._lerps_each))
+            stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             yield
 
-    def told(self) -> tuple[RoundedAway, ...]:
-        """The averages that were heard so far."""
-        return tuple(self._told.values())
+    def itself(self) -> tuple[str, ...]:
+        """The lines that average weights with themselves, of those that were heard so far."""
+        found = [one for one in self._trained if one not in self._apart and not self.quiet]
+        return tuple(f"{Path(code.co_filename).name}:{line}" for code, line in found)
+
+    def rounded(self) -> tuple[RoundedAway, ...]:
+        """The averages of few digits that were heard so far."""
+        return tuple(self._rounded.values())
 
     def _lerps(self, plain: Any, one: Any, *given: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(one, *given, **named)
+        end, part = (*given, *(named[name] for name in ("end", "weight") if name in named), None, None)[:2]
+        self._hears([(one, end)])
         before = _low(one)
         result = plain(one, *given, **named)
-        if before is not None:
-            end, weight = given[0] if given else named.get("end"), given[1] if len(given) > 1 else named.get("weight")
-            self._hears(one, before, end, weight)
+        self._follows(one, before, end, part)
         return result
 
     def _lerps_each(self, plain: Any, *given: Any, **named: Any) -> Any:
-        first = given[0][:LEAST] if given and isinstance(given[0], list | tuple) else ()
-        before = [_low(one) for one in first]
+        if torch.compiler.is_compiling() or len(given) < 2:
+            return plain(*given, **named)
+        pairs = [*zip(*given[:2], strict=False)]
+        self._hears(pairs)
+        before = [_low(one) for one, _ in pairs[:LEAST]]
         result = plain(*given, **named)
-        if len(given) > 2:
-            for one, was, end in zip(first, before, given[1], strict=False):
-                if was is not None:
-                    self._hears(one, was, end, given[2])
+        for (one, end), was in zip(pairs, before, strict=False):
+            self._follows(one, was, end, (*given, named.get("weight"))[2])
         return result
 
-    def _scales(self, plain: Any, one: Any, *given: Any, **named: Any) -> Any:
-        factor, before = given[0] if given else None, _low(one)
-        self._scaled = (0, 0.0, None)
-        if before is not None and type(factor) is float and _is_part(factor):
-            self._scaled = (one.data_ptr(), factor, before)
+    def _keeps(self, plain: Any, one: Any, *given: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            factor = given[0] if given else None
+            self._kept = (_place(one), factor, _low(one)) if type(factor) is float else (0, 0.0, None)
         return plain(one, *given, **named)
 
     def _adds(self, plain: Any, one: Any, *given: Any, **named: Any) -> Any:
-        (place, factor, before), self._scaled = self._scaled, (0, 0.0, None)
+        if torch.compiler.is_compiling():
+            return plain(one, *given, **named)
+        (place, factor, before), self._kept = self._kept, (0, 0.0, None)
+        part = named.get("alpha")
+        averages = place and given and type(part) is float and abs(factor + part - 1) < NEAR and _place(one) == place
+        if averages:
+            self._hears([(one, given[0])])
         result = plain(one, *given, **named)
-        part = named.get("alpha", 1)
-        plainly = before is not None and given and not torch.compiler.is_compiling() and _is_plain(one)
-        if (
-            before is not None
-            and plainly
-            and one.data_ptr() == place
-            and _is_part(part)
-            and abs(factor + part - 1) < NEAR
-        ):
-            self._hears(one, before, given[0], part)
+        if averages:
+            self._follows(one, before, given[0], part)
         return result
 
+    def _hears(self, pairs: list[tuple[Any, Any]]) -> None:
+        frame = next(frames_above(__file__), None)
+        if frame is None or is_of_library(frame) or torch._C._functorch.maybe_current_level() is not None:
+            return
+        line = (frame.f_code, frame.f_lineno)
+        if line in self._apart or len(self._itself) >= MOST_LINES:
+            return
+        places = [_place(one) if _are_one(one, other) else 0 for one, other in pairs]
+        if all(places):
+            self._itself.setdefault(line, set()).update(places)
+        else:
+            self._apart.add(line)
+
+    def _steps(self, optimizer: Any, *_: Any) -> None:
+        waiting = [line for line in self._itself if line not in self._trained and line not in self._apart]
+        if waiting and not torch.compiler.is_compiling():
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            held = {_place(param) for param in params if param.requires_grad and param.grad is not None} - {0}
+            self._trained |= {line: None for line in waiting if self._itself[line] & held}
+
     @torch.no_grad()
-    def _hears(self, one: Tensor, before: Tensor, end: Any, weight: Any) -> None:
-        """An average was updated."""
+    def _follows(self, one: Tensor, before: Tensor | None, end: Any, weight: Any) -> None:
+        """An average was updated; ``before``: some numbers of it, where it has few digits."""
+        if before is None:
+            return
         line = line_of_program(frames_above(__file__))
         plain = _is_plain(end) and end.shape == one.shape and (_is_part(weight) or isinstance(weight, Tensor))
         key = (one.data_ptr(), tuple(one.shape))
-        if not plain or line in self._told or (key not in self._followed and len(self._followed) >= MOST_FOLLOWED):
+        if not plain or line in self._rounded or (key not in self._followed and len(self._followed) >= MOST_FOLLOWED):
             return
         known = self._followed.setdefault(key, _Followed(torch.zeros_like(before, dtype=torch.int16)))
         to, unit = _kept(end).float(), torch.finfo(one.dtype).eps * before.float().abs()
@@ -268,7 +309,19 @@ class Rounding:
         known.known = _is_stepped(end) if known.known is None else known.known
         if known.known:
             share = still / len(before)
-            self._told[line] = RoundedAway(line=line, dtype=str(one.dtype).removeprefix("torch."), share=share)
+            self._rounded[line] = RoundedAway(line=line, dtype=str(one.dtype).removeprefix("torch."), share=share)
+
+
+def _are_one(one: Any, other: Any) -> bool:
+    """Return whether both are the same numbers of one memory."""
+    place = _place(one)
+    return place > 0 and place == _place(other) and (one.shape, one.stride()) == (other.shape, other.stride())
+
+
+def _place(one: Any) -> int:
+    """Where a plain tensor lies; 0: it has no place, or no numbers."""
+    plain = type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and not one.is_meta
+    return one.data_ptr() if plain and one.numel() and torch._C._functorch.maybe_current_level() is None else 0
 
 
 def _is_part(weight: Any) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
 from prepkit.facts.copies import AverageFacts, RoundedAway, StandsStill
-from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, WrappedAround
+from prepkit.facts.inputs import InputFacts, LostSetting, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
@@ -413,6 +413,9 @@ BROKEN: dict[str, RunFacts] = {
     "run.noise-uniform": handed(uniform=("train.py:12",)),
     "run.noise-other": handed(noises=(("train.py:12", "train.py:7"),)),
     "run.time-other": handed(times=(("train.py:12", "train.py:7"),)),
+    "run.transform-shared": handed(
+        lost=(LostSetting(line="train.py:9", name="transform", kind="Shapes", other="train.py:10"),)
+    ),
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
     "run.integers-wrapped": handed(wrapped=(WrappedAround(line="train.py:9", dtype="int16", past=37, numbers=400),)),
     "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
