@@ -17,6 +17,7 @@ from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
 from prepkit.facts.loops import ByPass, TurnFacts
+from prepkit.facts.phases import LeftBehind, PhaseFacts
 from prepkit.facts.run import (
     AdapterFacts,
     AppliedFacts,
@@ -136,6 +137,7 @@ def handed(**found: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(inputs=InputFacts(**found)))
 
 
+LEFT = LeftBehind(model="Net", name="body.0", count=3, line="train.py:31")
 SCRAMBLED = Permuted(line="train.py:9", function="view", before=(2, 8, 6, 5), after=(2, 5, 48), order=(0, 3, 1, 2))
 BROKEN: dict[str, RunFacts] = {
     "run.clipped-nothing": told(clipped_past="train.py:31"),
@@ -377,6 +379,8 @@ BROKEN: dict[str, RunFacts] = {
     "run.average-follows": evolve(
         FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
+    "run.unfrozen-unheld": evolve(FINE, window=WindowFacts(phases=PhaseFacts(unheld=(LEFT,)))),
+    "run.merged-trained": evolve(FINE, window=WindowFacts(phases=PhaseFacts(merged=(LEFT,)))),
     "run.average-buffers": evolve(
         FINE,
         window=WindowFacts(averages=AverageFacts(still=(StandsStill(line="train.py:9", model="Net", norms=3),))),
