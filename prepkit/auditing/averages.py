@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from prepkit.facts.copies import RoundedAway, StandsStill
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import Line, frames_above, is_of_library, line_of_program
+from prepkit.observe.prepared.fabric import module_of
 from prepkit.observe.prepared.instead import around_calls
 
 SAMPLE = 64
@@ -85,7 +86,7 @@ class StillNorms:
         if torch._C._functorch.maybe_current_level() is not None:
             return
         if module.training and torch.is_grad_enabled() and len(self._trained) < MOST_TRAINED:
-            self._trained[unwrap_root(module)[-1]] = self._steps
+            self._trained[unwrap_root(module_of(module))[-1]] = self._steps
         elif not module.training and self._steps >= SECOND and self._looks < MOST_LOOKS:
             self._rests(module)
 
@@ -114,7 +115,7 @@ class StillNorms:
         if any(one not in self._before for one in norms):
             self._before.update({one: _stand(one) for pair in pairs for one in pair})
         elif self._are_left(pairs):
-            line, name = line_of_program(frames_above(__file__)), type(unwrap_root(module)[-1]).__name__
+            line, name = line_of_program(frames_above(__file__)), type(unwrap_root(module_of(module))[-1]).__name__
             self._told[StandsStill(line=line, model=name, norms=len(norms))] = None
 
     def _are_left(self, pairs: list[tuple[nn.Module, nn.Module]]) -> bool:

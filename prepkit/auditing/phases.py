@@ -18,6 +18,7 @@ from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
 from prepkit.objects.local_part import local
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import Line, frames_above, line_of_program, lines_of_program, loops_have
+from prepkit.observe.prepared.fabric import module_of
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.optimizers import as_rate, inner
 
@@ -101,7 +102,7 @@ class Weights:
     def enters(self, module: nn.Module, *_: Any) -> None:
         """A module is called from outside of any other."""
         if module.training and torch.is_grad_enabled() and len(self._roots) < MOST_ROOTS:
-            self._roots.setdefault(unwrap_root(module)[-1], None)
+            self._roots.setdefault(unwrap_root(module_of(module))[-1], None)
 
     @torch.no_grad()
     def begins(self, steps: int, held: frozenset[int]) -> None:
