@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.mixed import SelfAverages
+from prepkit.auditing.averages import InPlace, StillNorms
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.values import Following
 from prepkit.objects.names import named_parameters
@@ -65,7 +65,8 @@ class Followed:
 class Copies:
     """Looks inside ``on()`` at copies of weights before each step."""
 
-    mixed: SelfAverages = field(factory=SelfAverages)
+    mixed: InPlace = field(factory=InPlace)
+    norms: StillNorms = field(factory=StillNorms)
     _followed: dict[int, Followed | None] = field(factory=dict)
     """By optimizer; None: nothing of it shows what an average does."""
     _told: dict[int, float] = field(factory=dict)
@@ -77,7 +78,7 @@ class Copies:
         """Inside, it looks."""
         handle = register_optimizer_step_pre_hook(self._looks)
         try:
-            with self.mixed.on():
+            with self.mixed.on(), self.norms.on():
                 yield
         finally:
             handle.remove()
@@ -86,7 +87,8 @@ class Copies:
     def told(self) -> dict[str, Any]:
         """What was found so far, as fields of ``WindowFacts``."""
         found = (Following(name=self._names.get(key, ""), part=part) for key, part in self._told.items())
-        return {"following": tuple(found), "averages": AverageFacts(itself=self.mixed.told())}
+        kept = AverageFacts(itself=self.mixed.itself(), still=self.norms.told(), rounded=self.mixed.rounded())
+        return {"following": tuple(found), "averages": kept}
 
     def overlapping(self, alive: Sequence[Any], model: Any) -> tuple[tuple[str, str], ...]:
         """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""

@@ -38,7 +38,8 @@ LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
-    *("drawn-without-graph", "scheduler-elsewhere", "average-itself"),
+    *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
+    *("unfrozen-unheld", "merged-trained"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
@@ -145,6 +146,8 @@ class ScriptLooks:
         alone = rests or self._taken_over
         new = (one for one in findings if (one.rule, one.where) not in known)
         new = (one for one in new if not (alone and one.rule == "run.drift-unstepped"))
+        watched = any(one.rule == "run.drift-trained" for one in self.found.findings)  # of the first model
+        new = (one for one in new if not (watched and one.rule == "run.unfrozen-unheld"))
         told = tuple(evolve(one, what=f"{when or f'In step {self.watched.steps}'}: {one.what}") for one in new)
         self.found = evolve(self.found, findings=self.found.findings + told)
 

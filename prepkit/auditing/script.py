@@ -157,7 +157,8 @@ def audited_at_first_step(
         try:
             yield
             if stepped and others is not None:
-                others.later({"loaded_itself": tuple(window.loads.itself)})  # behind the last step
+                last = {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
+                others.later(last)  # behind the last step
             if apart and not stepped:
                 own = f"Rank {world().rank} has made {len(apart):,} steps"
                 arrivals.parts(f"{own} while no other rank had called a model, and none has stepped with it")
