@@ -1,4 +1,4 @@
-"""Averages of weights that stand still, by the buffers of their norms or by rounding, or are of one model alone."""
+"""Averages of weights that stand still, are of one model alone, or stay in the model that they were put into."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from prepkit.facts.copies import RoundedAway, StandsStill
+from prepkit.facts.copies import RoundedAway, StandsStill, StaysIn
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import Line, frames_above, is_of_library, line_of_program
 from prepkit.observe.prepared.fabric import module_of
@@ -44,6 +44,10 @@ MOST_FOLLOWED = 32
 NEAR = 1e-6
 """So near to 1 is the sum of both factors of an average."""
 MOST_LINES = 64
+MOST_OPTIMIZERS = 4
+MOST_HOLDERS = 8
+MOVES = 3
+"""In so many steps after each other what holds an average has changed: it follows the model, and is no other weight."""
 
 
 @frozen(eq=False)
@@ -344,3 +348,119 @@ def _is_stepped(end: Tensor) -> bool:
     params = (param for one in optimizers for group in one.param_groups for param in group["params"])
     alike = (one for one in params if one.shape == end.shape and _is_plain(one) and one.device == end.device)
     return any(torch.equal(_kept(one).to(here.dtype), here) for one in alike)
+
+
+# --- averages that stay in a model ---
+
+
+@frozen(eq=False)
+class _Asked:
+    """A model that was called to rest, with weights that its optimizer has not left."""
+
+    told: StaysIn
+    some: Tensor
+    holders: list[tuple[Any, Any, Tensor]]
+    """What else holds these numbers: a dict or list, the key, and some of them as they stand."""
+    steps: int = 0
+
+
+@define(eq=False)
+class _Shown:
+    """A weight that shows whether somebody writes between the steps of an optimizer."""
+
+    param: weakref.ref[Any]
+    stands: Tensor
+    """Some of its numbers behind the last step."""
+    inside: weakref.WeakKeyDictionary[nn.Module, bool] = field(factory=weakref.WeakKeyDictionary)
+    """Modules that were called, and whether they have it."""
+    asked: _Asked | None = None
+    stays: _Asked | None = None
+    """Behind a call that trains with the numbers that were asked."""
+    written: bool = False
+    """Whether the program writes it where it asks nobody, as with slow weights, or limits."""
+
+
+@define(eq=False)
+class StayingIn:
+    """Listens inside ``on()`` for averages that are put into a model, and stay; is told of calls of modules."""
+
+    _shown: weakref.WeakKeyDictionary[Any, _Shown] = field(factory=weakref.WeakKeyDictionary)
+    """By optimizer."""
+    _told: dict[StaysIn, None] = field(factory=dict)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        handle = register_optimizer_step_post_hook(self._stepped)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._shown.clear()
+
+    def told(self) -> tuple[StaysIn, ...]:
+        """The models that were heard so far."""
+        return tuple(self._told)
+
+    @torch.no_grad()
+    def enters(self, module: nn.Module, *, trains: bool) -> None:
+        """A module is called from outside of any other."""
+        for shown in [*self._shown.values()] if torch._C._functorch.maybe_current_level() is None else []:
+            param = None if shown.written else shown.param()
+            if param is None or not shown.inside.setdefault(module, any(one is param for one in module.parameters())):
+                continue
+            now = _kept(param)
+            if trains:
+                self._trains(shown, now)
+            elif shown.asked is None and not torch.equal(now, shown.stands):
+                line, model = line_of_program(frames_above(__file__)), unwrap_root(module_of(module))[-1]
+                told = StaysIn(line=line, model=type(model).__name__)
+                shown.asked = _Asked(told, now, [*_holders(param, now)])
+
+    def _trains(self, shown: _Shown, now: Tensor) -> None:
+        asked, shown.asked = shown.asked, None
+        if asked is not None and torch.equal(now, asked.some) and asked.holders:
+            shown.stays = asked
+        elif asked is None and shown.stays is None and not torch.equal(now, shown.stands):
+            shown.written = True
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling() or self._told:
+            return
+        if (shown := self._shown.get(optimizer)) is None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            several = (one for one in params if one.grad is not None and _is_plain(one) and one.numel() >= LEAST)
+            param = max(several, key=torch.Tensor.dim, default=None)
+            if param is not None and len(self._shown) < MOST_OPTIMIZERS:
+                self._shown[optimizer] = _Shown(weakref.ref(param), _kept(param))
+        elif (param := shown.param()) is not None:
+            shown.stands = _kept(param)
+            shown.stays = None if shown.stays is None else self._moved(shown.stays)
+
+    def _moved(self, asked: _Asked) -> _Asked | None:
+        """The same behind one more step; None: it is told, or nothing that holds these numbers follows the model."""
+        now = [(held, key, some) for held, key, was in asked.holders if (some := _held(held, key, was)) is not None]
+        if now and asked.steps == MOVES:
+            self._told[asked.told] = None
+        return _Asked(asked.told, asked.some, now, asked.steps + 1) if now and asked.steps < MOVES else None
+
+
+def _held(held: Any, key: Any, was: Tensor) -> Tensor | None:
+    """Some numbers of what stands there now; None: the same as before, or nothing."""
+    try:
+        one = held[key]
+    except LookupError:
+        return None
+    some = _kept(one) if _is_plain(one) else was
+    return None if some.shape == was.shape and torch.equal(some, was) else some
+
+
+def _holders(param: Tensor, some: Tensor) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield dicts and lists that hold other tensors with these numbers."""
+    tensors = (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter))
+    alike = (one for one in tensors if one is not param and one.shape == param.shape and one.device == param.device)
+    for one in [one for one in alike if _is_plain(one) and torch.equal(_kept(one).to(some.dtype), some)][:MOST_HOLDERS]:
+        for held in gc.get_referrers(one):
+            pairs = held.items() if type(held) is dict else enumerate(held) if type(held) is list else ()
+            yield from [(held, key, some) for key, other in [*pairs] if other is one]

@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.averages import InPlace, StillNorms
+from prepkit.auditing.averages import InPlace, StayingIn, StillNorms
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.values import Following
 from prepkit.objects.names import named_parameters
@@ -67,6 +67,7 @@ class Copies:
 
     mixed: InPlace = field(factory=InPlace)
     norms: StillNorms = field(factory=StillNorms)
+    stays: StayingIn = field(factory=StayingIn)
     _followed: dict[int, Followed | None] = field(factory=dict)
     """By optimizer; None: nothing of it shows what an average does."""
     _told: dict[int, float] = field(factory=dict)
@@ -78,7 +79,7 @@ class Copies:
         """Inside, it looks."""
         handle = register_optimizer_step_pre_hook(self._looks)
         try:
-            with self.mixed.on(), self.norms.on():
+            with self.mixed.on(), self.norms.on(), self.stays.on():
                 yield
         finally:
             handle.remove()
@@ -87,8 +88,18 @@ class Copies:
     def told(self) -> dict[str, Any]:
         """What was found so far, as fields of ``WindowFacts``."""
         found = (Following(name=self._names.get(key, ""), part=part) for key, part in self._told.items())
-        kept = AverageFacts(itself=self.mixed.itself(), still=self.norms.told(), rounded=self.mixed.rounded())
+        kept = AverageFacts(
+            itself=self.mixed.itself(),
+            still=self.norms.told(),
+            rounded=self.mixed.rounded(),
+            stays=self.stays.told(),
+        )
         return {"following": tuple(found), "averages": kept}
+
+    def enters(self, module: Any, *given: Any) -> None:
+        """A module is called from outside of any other."""
+        self.norms.enters(module, *given)
+        self.stays.enters(module, trains=module.training and torch.is_grad_enabled())
 
     def overlapping(self, alive: Sequence[Any], model: Any) -> tuple[tuple[str, str], ...]:
         """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""

@@ -28,6 +28,16 @@ class RoundedAway:
 
 
 @frozen(kw_only=True)
+class StaysIn:
+    """A model into which an average of its weights was put, and which goes on training from there."""
+
+    line: str
+    """That calls it to rest."""
+    model: str
+    """Its class."""
+
+
+@frozen(kw_only=True)
 class AverageFacts:
     """What is wrong with averages of weights, as they are made and used while a program runs."""
 
@@ -35,3 +45,4 @@ class AverageFacts:
     """Lines that mix weights which are trained with themselves, and nothing else."""
     still: tuple[StandsStill, ...] = ()
     rounded: tuple[RoundedAway, ...] = ()
+    stays: tuple[StaysIn, ...] = ()

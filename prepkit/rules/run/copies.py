@@ -47,6 +47,12 @@ def _rounded(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} looked at stand still in each update, which rounding loses, far from the weights.")
 
 
+def _stays(facts: RunFacts) -> Iterator[Hit]:
+    for one in _averages(facts).stays:
+        what = f"`{one.model}` is called to rest with an average of its weights in it, and trains on from that: each"
+        yield Hit(one.line, f"{what} evaluation throws away what the steps before it have done.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.storage-shared",
@@ -93,6 +99,18 @@ RULES: tuple[Rule, ...] = (
         check=_rounded,
         at=(Moment.AUDIT,),
         fix="Keep the average in float32: average = param.detach().float().clone().",
+        severity=Severity.WARNING,
+        source=("torch AveragedModel",),
+    ),
+    Rule(
+        id="run.average-stays",
+        summary="An average that is put into a model to evaluate it is taken out again before it trains.",
+        check=_stays,
+        at=(Moment.AUDIT,),
+        fix=(
+            "Keep the weights: kept = copy.deepcopy(model.state_dict()), and behind the evaluation "
+            "model.load_state_dict(kept); or evaluate a copy that holds the average."
+        ),
         severity=Severity.WARNING,
         source=("torch AveragedModel",),
     ),
