@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -440,10 +440,12 @@ class StayingIn:
 
     def _moved(self, asked: _Asked) -> _Asked | None:
         """The same behind one more step; None: it is told, or nothing that holds these numbers follows the model."""
+        if not asked.steps:  # the average follows this step later
+            return evolve(asked, steps=1)
         now = [(held, key, some) for held, key, was in asked.holders if (some := _held(held, key, was)) is not None]
-        if now and asked.steps == MOVES:
+        if now and asked.steps > MOVES:
             self._told[asked.told] = None
-        return _Asked(asked.told, asked.some, now, asked.steps + 1) if now and asked.steps < MOVES else None
+        return _Asked(asked.told, asked.some, now, asked.steps + 1) if now and asked.steps <= MOVES else None
 
 
 def _held(held: Any, key: Any, was: Tensor) -> Tensor | None:

@@ -218,3 +218,77 @@ def test_an_average_of_many_digits_is_right(update: Update, every: int) -> None:
 
 def test_a_quick_average_of_few_digits_is_right() -> None:
     assert said(shadowed(quickly)) == []
+
+
+Moves = Callable[[dict[str, Tensor], nn.Module], None]
+
+
+def in_place(shadow: dict[str, Tensor], model: nn.Module) -> None:
+    for name, one in model.named_parameters():
+        shadow[name].lerp_(one, 0.2)
+
+
+def anew(shadow: dict[str, Tensor], model: nn.Module) -> None:
+    for name, one in model.named_parameters():
+        shadow[name] = 0.8 * shadow[name] + 0.2 * one.detach()
+
+
+def put_in(moves: Moves = in_place, *, then: str = "", every: int = 1, data: bool = False) -> Train:
+    """An average, updated at so many steps, that is put into the model before it is evaluated, each six steps."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = normed(norm=False)
+        shadow = {name: one.detach().clone() for name, one in model.named_parameters()}
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for at in range(1, STEPS + 1):
+            learns(model.train(), optimizer)
+            if at % every == 0:
+                with torch.no_grad():
+                    moves(shadow, model)
+            if at % every == 0 and then == "slow weights":
+                model.load_state_dict(shadow)
+            if at % 6 == 0:
+                kept = copy.deepcopy(model.state_dict())
+                asked = copy.deepcopy(model) if then == "in a copy" else model
+                for name, one in asked.named_parameters():
+                    if data:
+                        one.data = shadow[name]
+                    else:
+                        one.data.copy_(shadow[name])
+                evaluated(asked)
+                if then == "taken out":
+                    model.load_state_dict(kept)
+                if then == "begun anew":
+                    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    return train
+
+
+@pytest.mark.parametrize("moves", [in_place, anew])
+@pytest.mark.parametrize("data", [True, False])
+def test_an_average_that_stays_in_the_model_is_told(moves: Moves, data: bool) -> None:
+    assert said(put_in(moves, data=data and moves is anew)) == ["run.average-stays"]
+
+
+@pytest.mark.parametrize("then", ["taken out", "in a copy"])
+@pytest.mark.parametrize("moves", [in_place, anew])
+def test_an_average_that_is_taken_out_again_is_right(moves: Moves, then: str) -> None:
+    assert said(put_in(moves, then=then)) == []
+
+
+@pytest.mark.parametrize("every", [2, 6])
+def test_slow_weights_from_which_training_goes_on_are_right(every: int) -> None:
+    assert said(put_in(then="slow weights", every=every)) == []
+
+
+def test_an_optimizer_that_begins_with_the_average_is_right() -> None:
+    assert said(put_in(then="begun anew")) == []
+
+
+def test_weights_of_an_earlier_step_that_are_loaded_are_right() -> None:
+    def stands(shadow: dict[str, Tensor], model: nn.Module) -> None:
+        assert shadow
+        assert model
+
+    assert said(put_in(stands)) == []
