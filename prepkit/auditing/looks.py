@@ -39,7 +39,7 @@ LATER = (
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
     *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
-    *("unfrozen-unheld", "merged-trained"),
+    *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
