@@ -48,6 +48,7 @@ MOST_OPTIMIZERS = 4
 MOST_HOLDERS = 8
 MOVES = 3
 """In so many steps after each other what holds an average has changed: it follows the model, and is no other weight."""
+OPTIMIZERS = Path(torch.optim.__file__).parent
 
 
 @frozen(eq=False)
@@ -334,11 +335,13 @@ def _is_part(weight: Any) -> bool:
 
 
 def _low(one: Any) -> Tensor | None:
-    """Some numbers of a plain tensor with few digits; None: it is another."""
+    """Some numbers of a plain tensor with few digits; None: it is another, or an optimizer has it for itself."""
     if torch.compiler.is_compiling() or type(one) not in (Tensor, nn.Parameter) or one.dtype not in LOW:
         return None
+    home = Path(next(frames_above(__file__)).f_code.co_filename)
+    moment = home.parent == OPTIMIZERS and home.name != "swa_utils.py"
     inside = torch._C._functorch.maybe_current_level() is not None
-    return None if inside or one.is_meta or not one.numel() or one.grad_fn is not None else _kept(one)
+    return None if inside or moment or one.is_meta or not one.numel() or one.grad_fn is not None else _kept(one)
 
 
 def _is_stepped(end: Tensor) -> bool:

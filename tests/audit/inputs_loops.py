@@ -699,11 +699,10 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("negative_picture", reads(pictures, negative_picture)),
     right("other_hue", reads(pictures, other_hue)),
     *(
-        right(f"transforms_{how}".replace(" ", "_"), in_parts(how, workers=workers))
+        right(f"transforms_{how}".replace(" ", "_"), in_parts(how))
         for how in ("own copies", "copied between", "read between", "passed between", "the same", "once", "set again")
-        for workers in (0, 1)
-        if how == "passed between" or not workers
     ),
+    right("transforms_passed_between_by_workers", in_parts("passed between", workers=1)),
     right("transforms_for_all", in_parts("for all")),
     right("transforms_at_each_sample", around(late=True)),
     right("one_transform_for_all", one_for_all),

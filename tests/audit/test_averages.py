@@ -220,6 +220,23 @@ def test_a_quick_average_of_few_digits_is_right() -> None:
     assert said(shadowed(quickly)) == []
 
 
+def test_the_moments_of_an_optimizer_are_no_averages_of_weights() -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))).bfloat16()
+        shadow = [one.detach().clone() for one in model.parameters()]
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for old, new in zip(shadow, model.parameters(), strict=True):
+                    old.lerp_(new, 1e-3)
+
+    assert but_masters(train) == ROUNDS
+
+
 Moves = Callable[[dict[str, Tensor], nn.Module], None]
 
 

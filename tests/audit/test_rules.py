@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
-from prepkit.facts.copies import AverageFacts, RoundedAway, StandsStill
+from prepkit.facts.copies import AverageFacts, RoundedAway, StandsStill, StaysIn
 from prepkit.facts.inputs import InputFacts, LostSetting, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
@@ -396,6 +396,9 @@ BROKEN: dict[str, RunFacts] = {
         window=WindowFacts(
             averages=AverageFacts(rounded=(RoundedAway(line="train.py:9", dtype="bfloat16", share=0.4),))
         ),
+    ),
+    "run.average-stays": evolve(
+        FINE, window=WindowFacts(averages=AverageFacts(stays=(StaysIn(line="train.py:9", model="Net"),)))
     ),
     "run.average-itself": evolve(FINE, window=WindowFacts(averages=AverageFacts(itself=("train.py:9",)))),
     "run.targets-alike": evolve(
