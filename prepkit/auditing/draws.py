@@ -5,23 +5,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from heapq import nsmallest
 from inspect import CO_GENERATOR
 from types import FrameType
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import Dataset
 
 from prepkit.facts.values import RepeatedDraws
+from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import Line, is_foreign, is_of_library
-from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.modules import generator
 
 MOST_STATES = 4096
 """Steps of one optimizer that are known."""
+SAMPLED, ELEMENTS = 4, 16
+"""Parameters that tell by so many numbers of each whether they are as they were."""
 MOST_SEEDINGS = 64
 """Lines that have seeded."""
 
@@ -43,6 +45,8 @@ class _Drawn:
     state: tuple[float, ...] = ()
     """Of the generators, before the last one."""
     seedings: int = -1
+    weights: dict[tuple[float, ...], int] = field(factory=dict)
+    """What some of them were, by the state of the generators then."""
     pairs: dict[tuple[tuple[float, ...], tuple[float, ...]], _Pair] = field(factory=dict)
 
 
@@ -62,11 +66,7 @@ class Draws:
         """Inside, it listens."""
         handle = register_optimizer_step_pre_hook(self._steps)
         try:
-            with (
-                around_calls(nn.Module, "load_state_dict", self._loads),
-                around_calls(torch.optim.Optimizer, "load_state_dict", self._loads),
-            ):
-                yield
+            yield
         finally:
             handle.remove()
 
@@ -90,6 +90,11 @@ class Draws:
         mine, state = self._courses.setdefault(optimizer, _Drawn()), random_states()
         goes_on = mine.seedings == self._seedings and mine.state != state
         mine.steps += 1
+        weights = hash(_some_weights(optimizer))
+        if mine.weights.get(state) == weights:  # from which it is trained anew, as by the next fold
+            mine.pairs.clear()
+        if len(mine.weights) < MOST_STATES:
+            mine.weights.setdefault(state, weights)
         if goes_on and len(mine.pairs) < MOST_STATES:
             before = mine.pairs.get((mine.state, state))
             if before is not None and before.seedings < self._seedings:
@@ -110,15 +115,6 @@ class Draws:
         shared = {line for other in self._stands if other != stands for line in other}
         return next((one for one in own if one not in shared), own[0] if own else stands[0])
 
-    def _loads(self, plain: Any, owner: Any, *given: Any, **named: Any) -> Any:
-        """What is trained from known weights anew may draw what it has drawn from there."""
-        result = plain(owner, *given, **named)
-        params = _held(owner) if isinstance(owner, torch.optim.Optimizer) else {*map(id, owner.parameters())}
-        for optimizer in [*self._courses]:
-            if not params.isdisjoint(_held(optimizer)):
-                del self._courses[optimizer]
-        return result
-
 
 def random_states() -> tuple[float, ...]:
     """Those of torch's generators."""
@@ -131,5 +127,9 @@ def _gives_samples(frame: FrameType) -> bool:
     return is_generator or isinstance(frame.f_locals.get("self"), Dataset)
 
 
-def _held(optimizer: Any) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+def _some_weights(optimizer: Any) -> tuple[float, ...]:
+    """Numbers of the smallest parameters that are stepped."""
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    moved = [one for one in held if one.grad is not None and not one.is_meta]
+    some = (local(one).detach().flatten()[:ELEMENTS].tolist() for one in nsmallest(SAMPLED, moved, key=torch.numel))
+    return tuple(number for each in some for number in each)
