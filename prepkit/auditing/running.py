@@ -209,7 +209,8 @@ class RunningLook:
         if self.rotation.names is None:
             self.asks_ranks = self.asks_ranks and world().carries_data and world().same(sorted(held))
             self.rotation.names = tuple(sorted(held))  # without ranks: stages of a pipeline, which the audit tells
-            self.rotation.sizes = {name: part.numel for name, part in held.items()}
+            own = set(self.facts.parted)  # in a shape of each rank's own, it may be
+            self.rotation.sizes = {name: 1 if name in own else part.numel for name, part in held.items()}
         return self.rotation.take(every=self.share is None)
 
     def _read(self, now: RunningFacts, held: dict[str, Part], chosen: tuple[str, ...]) -> RunningFacts:
@@ -273,7 +274,8 @@ class RunningLook:
         self, now: RunningFacts, begun: float, held: dict[str, Part], chosen: tuple[str, ...]
     ) -> RunningFacts:
         """With what ranks differ in: one all-reduce."""
-        sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
+        sent = {name: held.get(name, _nothing()) for name in chosen if name not in self.facts.parted}
+        # what is gone here must not stop the others
         own = options(self.optimizers)
         sent[OPTIONS] = Part(
             values=torch.tensor([short_digest(own)], dtype=torch.float32, device="cpu"), numel=1, replica=world().rank
