@@ -550,6 +550,15 @@ for x, y in data:
         dist.broadcast(param.data, owner[param])
         param.grad = None
 """
+SHARED_OUT = f"""{HAND}
+from torch.distributed.optim import ZeroRedundancyOptimizer
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+for x, y in data:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
 LOCAL = f"""{HAND}
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -663,6 +672,11 @@ WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {
         OWNERS.replace("        dist.reduce(param.grad, owner[param])\n", ""),
         True,
         "prove.not-averaged at model.0.weight: The gradients of 2 of 4 parameters",
+    ),
+    "parts of an optimizer that reduces nothing": (
+        SHARED_OUT,
+        True,
+        "prove.not-averaged at gradients: All gradients are each rank's own",
     ),
     "gradients that another rank has": (
         OWNERS.replace("if owner[param] == rank else None", "if owner[param] != rank else None"),
@@ -859,6 +873,7 @@ def test_what_is_divided_wrongly_by_hand_is_an_error(run: Auditor, name: str) ->
     code, out, err = run(text, *["--prove"] * prove, "train.py", world=2)
     assert code == 1, (out, err)
     assert f"error {said}" in out
+    assert ("prove.not-averaged" in said) <= ("prove.step-size" not in out)  # which comes of it
 
 
 @pytest.mark.parametrize("size", ["4 + 2 * rank", "4"])
