@@ -18,7 +18,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
-from prepkit.auditing.draws import Draws, random_states
+from prepkit.auditing.loops import Draws, random_states
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
 from prepkit.facts.values import LostSums, Permuted, ValueFacts
 from prepkit.observe.prepared.around import (
