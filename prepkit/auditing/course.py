@@ -243,10 +243,20 @@ class Ticks:
     """That lay between two of them."""
     _seen: int = 0
     """Ticks while somebody has counted."""
+    stretches: int = 0
+    """Between two steps, of whatever optimizers, in which it was ticked."""
     _last: int | None = field(init=False)
+    _begun: int | None = field(init=False)
+    """Ticks when the present stretch began."""
 
     def __attrs_post_init__(self) -> None:
-        self._last = getattr(self.scheduler, "last_epoch", None)
+        self._last = self._begun = getattr(self.scheduler, "last_epoch", None)
+
+    def steps(self, *_: Any) -> None:
+        """Counts a stretch, as any optimizer steps: of two that step in turn each may have a tick behind it."""
+        last = getattr(self.scheduler, "last_epoch", None)
+        self.stretches += last != self._begun
+        self._begun = last
 
     def step(self, least: int) -> bool:
         """Count a step that begins: whether ``least`` times as many have gone by as ever before.

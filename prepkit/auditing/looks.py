@@ -94,7 +94,8 @@ class ScriptLooks:
         if self.steps == 1 or live is None or apart:
             self.arrivals.leaves(LOOKED, self._stop)
             return
-        own = found.facts.parted + (found.facts.window.cut if found.facts.window is not None else ())
+        own = found.facts.parted + found.facts.own_sizes
+        own += found.facts.window.cut if found.facts.window is not None else ()
         self.watched.start(live.model, live.optimizers, live.scheduler, apart=own)
         stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
 

@@ -162,8 +162,10 @@ class HeldState:
             if id(group) not in self._numbers:
                 self._numbers[id(group)] = len(self.options)
                 self.options += (plain_options(optimizer, group),)
+        mine = {id(one) for one in given_to(acting(optimizer))}
         for name, (place, holder, at) in held.items():
-            self.groups[name] = self._numbers[id(optimizer.param_groups[place])]
+            if optimizer is acting(optimizer) or id(holder) in mine:  # else another rank steps it
+                self.groups[name] = self._numbers[id(optimizer.param_groups[place])]
             numel = parts[name].values.numel()
             for key, row in earlier(state.get(holder, {}), local(holder).numel(), slice(at, at + numel)):
                 if row is None:

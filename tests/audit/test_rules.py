@@ -39,7 +39,7 @@ from prepkit.facts.run import (
 )
 from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
-from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, ValueFacts
+from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, RepeatedDraws, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -432,7 +432,9 @@ BROKEN: dict[str, RunFacts] = {
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
     "run.rows-alike": handed(alike=(("train.py:9", "Net", 64),)),
     "run.integers-wrapped": handed(wrapped=(WrappedAround(line="train.py:9", dtype="int16", past=37, numbers=400),)),
-    "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
+    "run.reseeded-steps": computed(
+        reseeded=(("train.py:31", 1234),), repeated=(RepeatedDraws(line="train.py:65", seed=42, every=8),)
+    ),
     "run.classes-blended": computed(blended=("train.py:31",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
     "run.target-given": asked(holds="x[:, 23]"),
