@@ -49,7 +49,7 @@ def _rounded(facts: RunFacts) -> Iterator[Hit]:
 
 def _stays(facts: RunFacts) -> Iterator[Hit]:
     for one in _averages(facts).stays:
-        what = f"`{one.model}` is called to rest with an average of its weights in it, and trains on from that: each"
+        what = f"`{one.model}` is evaluated with an average of its weights in it, and trains on from there: each"
         yield Hit(one.line, f"{what} evaluation throws away what the steps before it have done.")
 
 
