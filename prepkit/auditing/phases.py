@@ -92,7 +92,7 @@ class _Root:
 
 
 @define(eq=False)
-class Weights:
+class PhaseWeights:
     """Is told of calls of modules, and of steps."""
 
     unheld: dict[LeftBehind, None] = field(factory=dict)
@@ -182,7 +182,7 @@ def _some(param: Tensor) -> Tensor:
 class Phases:
     """Listens inside ``on()``."""
 
-    weights: Weights = field(factory=Weights)
+    weights: PhaseWeights = field(factory=PhaseWeights)
     _steps: int = 0
     """Of all optimizers."""
     _courses: weakref.WeakKeyDictionary[Any, _Course] = field(factory=weakref.WeakKeyDictionary)

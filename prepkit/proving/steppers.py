@@ -55,10 +55,7 @@ def is_fresh(state: Any) -> bool:
 
 
 def earlier(state: Mapping[str, Any], whole: int, part: slice) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield what an optimizer has of one parameter from earlier steps, by its key in a record, and of its part.
-
-    Numbers, and what is as large as the parameter; None for anything else.
-    """
+    """Yield what an optimizer has of one parameter: numbers, and what is as large, by its part; None for all else."""
     for key, value in state.items() if not is_fresh(state) else ():
         row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value], device="cpu")
         if not isinstance(value, Tensor) or value.dim() == 0:
