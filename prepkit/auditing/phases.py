@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ MOST_ROOTS = 8
 MOST_ADAPTERS = 16
 STANDS = 3
 """Steps in which a weight that was frozen has had gradients, and has stayed as it was."""
+WAITS = 16
+"""And where an optimizer holds it that has not stepped since: one that steps now and then may come yet."""
 RESTS = 8
 """Steps in which an adapter has had none any more."""
 UP = 3
@@ -105,19 +107,19 @@ class PhaseWeights:
             self._roots.setdefault(unwrap_root(module_of(module))[-1], None)
 
     @torch.no_grad()
-    def begins(self, steps: int, held: frozenset[int]) -> None:
-        """A step begins, of an optimizer that holds these."""
+    def begins(self, steps: int, held: frozenset[int], courses: Mapping[Any, _Course]) -> None:
+        """A step begins, of an optimizer that holds these; ``courses``: of all optimizers."""
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
         for model, root in [*self._roots.items()]:
             now = self._roots[model] = root or _root(model)
-            self._thaws(model, now, steps)
+            self._thaws(model, now, steps, courses)
             resting = [one for one in now.adapters if _rests(one, held)]
             params = {id(param) for param in (model.parameters() if resting else ())}
             if resting and all(id(ref()) in params for one in resting for ref in one.trained):
                 self.merged[_left(model, [one.home for one in resting])] = None
 
-    def _thaws(self, model: nn.Module, root: _Root, steps: int) -> None:
+    def _thaws(self, model: nn.Module, root: _Root, steps: int, courses: Mapping[Any, _Course]) -> None:
         for name, ref in root.frozen.items():
             param = ref()
             if param is None or not param.requires_grad or param.grad is None:
@@ -125,11 +127,21 @@ class PhaseWeights:
             elif name not in root.since:
                 root.since[name] = (steps, _some(param))
         late = [name for name, (since, _) in root.since.items() if steps - since >= STANDS]
-        groups = [group for one in (alive(torch.optim.Optimizer) if late else ()) for group in one.param_groups]
-        held = {id(param) for group in groups for param in group["params"]}
-        asked = [(name, root.frozen.pop(name)(), root.since.pop(name)[1]) for name in late]
-        free = [(name, param, some) for name, param, some in asked if param is not None and id(param) not in held]
-        if still := [name for name, param, some in free if torch.equal(_some(param), some)]:
+        owners = dict[int, list[Any]]()
+        for one in alive(torch.optim.Optimizer) if late else ():
+            for param in (param for group in one.param_groups for param in group["params"]):
+                owners.setdefault(id(param), []).append(one)
+        still = list[str]()
+        for name in late:
+            (since, some), param = root.since[name], root.frozen[name]()
+            mine = owners.get(id(param), ())
+            rest = all(one in courses and courses[one].last < since for one in mine)  # of a training that is over
+            if mine and rest and steps - since < WAITS:
+                continue
+            if rest and param is not None and torch.equal(_some(param), some):
+                still.append(name)
+            del root.since[name], root.frozen[name]
+        if still:
             self.unheld[_left(model, still)] = None
 
 
@@ -228,7 +240,7 @@ class Phases:
         course = self._courses.setdefault(optimizer, _Course(made=self._made_at.get(optimizer, "")))
         course.stands = course.stands or tuple(lines_of_program(frames_above(__file__)))
         course.last, course.held = self._steps, held
-        self.weights.begins(self._steps, held)
+        self.weights.begins(self._steps, held, self._courses)
 
     def _is_apart(self, held: frozenset[int]) -> bool:
         """Whether what begins to step now holds what no other has stepped, in no loop in which another has."""

@@ -40,6 +40,6 @@ class PhaseFacts:
     taken_over: bool = False
     """Whether an optimizer that holds parameters of the first one has stepped since that one did."""
     unheld: tuple[LeftBehind, ...] = ()
-    """Weights that were frozen, get gradients now, and that no optimizer holds."""
+    """Weights that were frozen, get gradients now, and that no optimizer steps."""
     merged: tuple[LeftBehind, ...] = ()
     """Modules whose trained weights get gradients no more since a frozen one beside them was written."""

@@ -137,7 +137,7 @@ def _unheld(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.phases.unheld if facts.window is not None else ():
         rest = f" and {count(one.count - 1, 'more weight')}" if one.count > 1 else ""
         what = f"`{one.name}`{rest} of {one.model}, frozen at first, get gradients by now, and no optimizer"
-        yield Hit(one.line, f"{what} holds them: they stay as they are.")
+        yield Hit(one.line, f"{what} that steps holds them: they stay as they are.")
 
 
 def _merged(facts: RunFacts) -> Iterator[Hit]:
