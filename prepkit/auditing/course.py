@@ -252,7 +252,15 @@ class Ticks:
     def __attrs_post_init__(self) -> None:
         self._last = self._begun = getattr(self.scheduler, "last_epoch", None)
 
-    def steps(self, *_: Any) -> None:
+    def listen(self) -> None:
+        """Begin to count stretches, while gradients are followed."""
+        _TICKING.add(self)
+
+    def close(self) -> None:
+        """End."""
+        _TICKING.discard(self)
+
+    def steps(self) -> None:
         """Counts a stretch, as any optimizer steps: of two that step in turn each may have a tick behind it."""
         last = getattr(self.scheduler, "last_epoch", None)
         self.stretches += last != self._begun
@@ -452,6 +460,7 @@ class KeptGradients:
         return any(id(param) in params for group in groups for param in group["params"])
 
 
+_TICKING: weakref.WeakSet[Ticks] = weakref.WeakSet()
 _FOLLOWING: weakref.WeakSet[KeptGradients] = weakref.WeakSet()
 _BACKWARD: list[Callable[..., Any]] = []
 """What stood in the place of ``_followed``: torch's own, or that of an audit that listens too."""
@@ -466,6 +475,8 @@ def _is_followed(backward: Any) -> bool:
 
 
 def _begins(optimizer: Any, *_: Any) -> None:
+    for ticks in tuple(_TICKING):
+        ticks.steps()
     for one in tuple(_FOLLOWING):
         one.step_begins(optimizer)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from attrs import define, evolve, field
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.auditing.course import KeptGradients, RefusedSteps, SampledEpochs, Ticks
 from prepkit.auditing.running import RunningLook, replaced, taken_over
@@ -82,7 +81,7 @@ class DriftWatch:
         self._ticks = self._look.ticks = None
         if facts.scheduler is not None:
             self._ticks = self._look.ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
-            self._handles.append(register_optimizer_step_pre_hook(self._ticks.steps))
+            self._ticks.listen()
             driven = inner(getattr(inner(scheduler), "optimizer", None))
             self._others = any(inner(one) is driven for one in known[1:])
         steps = stepping(known[0])
@@ -101,7 +100,7 @@ class DriftWatch:
         """Looks no more."""
         while self._handles:
             self._handles.pop().remove()
-        for one in (self._refused, self._kept):
+        for one in (self._refused, self._kept, self._ticks):
             if one is not None:
                 one.close()
         if self._look is not None and self._look.passes is not None:

@@ -123,12 +123,14 @@ def test_an_optimizer_for_each_step_is_told_still() -> None:
     assert "run.optimizer-anew" in said(in_stages(then="none", length=1))
 
 
-def two_trainings(*, second: str) -> Train:
+def two_trainings(*, second: str, steps: int = 5) -> Train:
     """A short training of one model, and then that of another, by one function."""
 
-    def fits(model: nn.Module, optimizer: Any, steps: int) -> None:
+    def fits(model: nn.Module, optimizer: Any, steps: int, scheduler: Any = None) -> None:
         for _ in range(steps):
             learn(model, optimizer)
+            for _ in range(0 if scheduler is None else 1 + (second == "ticks twice")):
+                scheduler.step()
 
     def train() -> None:
         torch.manual_seed(0)
@@ -138,7 +140,8 @@ def two_trainings(*, second: str) -> Train:
             other = torch.optim.Adam(net().parameters(), 1e-3)
             fits(then, other, 5)
         else:
-            fits(then, torch.optim.AdamW(then.parameters(), 1e-3), 5)
+            optimizer = torch.optim.AdamW(then.parameters(), 1e-3)
+            fits(then, optimizer, 12, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200))
 
     return train
 
@@ -147,7 +150,7 @@ def test_a_second_training_is_looked_at_and_named() -> None:
     found = audit_run(two_trainings(second="right"), steps=50)
     assert found is not None
     assert found.fine
-    assert "looked at before its first step alone: Sequential, which AdamW trains behind it" in str(found)
+    assert "looked at too: Sequential, which AdamW trains behind it, up to its step 12" in str(found)
     assert said(two_trainings(second="holds another"), 50) != []
 
 
@@ -325,3 +328,13 @@ def test_adapters_that_stay_merged_are_told() -> None:
 )
 def test_adapters_that_train_on_or_rest_on_purpose_are_right(then: str) -> None:
     assert "run.merged-trained" not in said(with_adapters(then=then))
+
+
+@pytest.mark.parametrize("steps", [50, 8])
+def test_a_second_training_is_watched_as_the_first_one_is(steps: int) -> None:
+    found = audit_run(two_trainings(second="ticks twice"), steps=steps)
+    assert found is not None
+    (told,) = found.findings
+    assert (told.rule, told.where) == ("run.drift-ticks", "Sequential: scheduler")
+    assert told.what == "In step 5 of AdamW: It was ticked 8 times in 4 steps."
+    assert found.beside == (f"Sequential, which AdamW trains behind it, up to its step {min(steps, 12)}",)
