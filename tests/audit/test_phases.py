@@ -235,17 +235,17 @@ def probed() -> None:
 
 
 def test_weights_that_are_unfrozen_and_held_by_nobody_are_told_once() -> None:
-    assert said(thawed(then="nobody", second=False)) == ["run.drift-trained"]
-    found = audit_run(thawed(then="nobody"), steps=200)
+    assert [said(thawed(then="nobody", second=one)) for one in (False, True)] == [["run.drift-trained"]] * 2
+    found = audit_run(thawed(then="nobody any more"), steps=200)
     assert found is not None
     (told,) = (one for one in found.findings if one.severity.name != "NOTE")
-    assert said(thawed(then="nobody any more")) == [told.rule] == ["run.unfrozen-unheld"]
+    assert told.rule == "run.unfrozen-unheld"
     assert "`0.weight` and 1 more weight of Sequential" in told.what
 
 
 @pytest.mark.parametrize("then", ["group", "anew", "another", "now and then", "all held", "never", "by hand"])
 def test_weights_that_are_unfrozen_and_stepped_are_right(then: str) -> None:
-    assert said(thawed(then=then)) == []
+    assert said(thawed(then=then)) == (["run.drift-trained"] if then == "by hand" else [])  # which a watch cannot see
     assert "run.unfrozen-unheld" not in said(thawed(then=then, second=False))
 
 
