@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from prepkit.facts.copies import RoundedAway, StandsStill, StaysIn
@@ -145,7 +146,10 @@ def _norms(module: nn.Module) -> list[nn.Module]:
 
 def _are_alike(one: nn.Module, other: nn.Module) -> bool:
     """Return whether both have the same parameters by their shapes, and the same norms."""
-    shapes = [[tuple(param.shape) for param in each.parameters()] for each in (one, other)]
+    params = [[*each.parameters()] for each in (one, other)]
+    if any(map(is_lazy, params[0] + params[1])):
+        return False
+    shapes = [[tuple(param.shape) for param in each] for each in params]
     return shapes[0] == shapes[1] and len(_norms(one)) == len(_norms(other))
 
 

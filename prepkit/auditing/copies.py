@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.auditing.averages import InPlace, StayingIn, StillNorms
@@ -171,12 +172,17 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)[:SAMPLE].clone()
 
 
+def _alive() -> list[Tensor]:
+    """Every tensor that there is, but for weights that have no shape yet."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not is_lazy(one)]
+
+
 def _copies(param: Tensor, now: Tensor) -> list[Copy]:
     """The tensors that hold the same values in other memory, and do not train."""
     found: list[Copy] = []
     kind = (param.shape, param.dtype, param.device)
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor) or one is param:
+    for one in _alive():
+        if one is param:
             continue
         like = not one.is_meta and (one.shape, one.dtype, one.device) == kind and one.is_contiguous()
         plain = like and type(one.data) is Tensor  # not what a compiler traces with
@@ -202,8 +208,7 @@ def _follows(copy: Copy, now: Tensor, was: Tensor) -> None:
 
 def _successor(copy: Copy, now: Tensor) -> Tensor | None:
     """What stands for a copy that is made anew in each step: it lies on its way."""
-    tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    for one in tensors:
+    for one in _alive():
         plain = one.shape == copy.shape and not one.requires_grad and type(one.data) is Tensor
         if plain and one.is_contiguous():
             here = _sample(one) if (one.dtype, one.device) == (now.dtype, now.device) and not one.is_meta else now

@@ -95,6 +95,12 @@ def by_torch(*, buffers: bool, anew: bool, decay: bool) -> Train:
     return train
 
 
+def test_weights_that_have_no_shape_yet_stop_no_look() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    assert said(by_hand(then="copied")) == []
+    assert len([*lazy.parameters()]) == 4
+
+
 @pytest.mark.parametrize(
     "train",
     [by_hand(), by_hand(late=True)],
