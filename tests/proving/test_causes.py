@@ -247,14 +247,3 @@ def test_tools_are_those_that_are_alive_whatever_else_is() -> None:
     kept = [Odd(), DataLoader(torch.zeros(2))]  # type: ignore[arg-type]  # it takes what has a length
     assert {"torch", "loaders"} <= set(uses())
     del kept
-
-
-def test_a_loss_that_is_multiplied_by_the_ranks_and_divided_by_nobody_is_told() -> None:
-    """As the Trainer makes it of a model whose forward takes any keyword, and uses no ``num_items_in_batch``."""
-    shares = tuple(LossShare(rank=rank, micro=micro, weight=6.0) for rank in (0, 1) for micro in range(3))
-    gram = tuple(tuple(float(one == other) for other in range(6)) for one in range(6))
-    dots, squares = ((1.0,) * 6,) * 2, (6.0, 6.0)
-    one = GradientProof(name="weight", numel=100, gram=gram, dots=dots, squares=squares, holders=(0, 1))
-    (found,) = found_in(ProofFacts(world=2, shares=shares, gradients=(one,))).findings
-    assert found.rule == "prove.accumulation"
-    assert "multiplied by the 2 ranks, and not divided by the 3 micro-batches" in found.what

@@ -108,11 +108,9 @@ def _weighed(facts: ProofFacts) -> Cause | None:
         why = f"the loss is divided by {facts.accumulation}, and a step has {count(micros, 'micro-batch')}"
         return Cause("prove.accumulation", why.replace("batchs", "batches"), weight)
     if world > 1 and near(weight, 1 / world):
-        why = f"the loss is divided by the {world} ranks, whose average is taken too"
-        return Cause("prove.averaged-twice", why, weight)
-    if micros > 1 and world > 1 and near(weight, micros * world):
-        why = f"the loss is multiplied by the {world} ranks, and not divided by the {micros} micro-batches of a step"
-        return Cause("prove.accumulation", why, weight)
+        return Cause(
+            "prove.averaged-twice", f"the loss is divided by the {world} ranks, whose average is taken too", weight
+        )
     if world > 1 and near(weight, world):
         return Cause("prove.summed", f"the loss is multiplied by the {world} ranks, and gradients are averaged", weight)
     return None
@@ -407,9 +405,14 @@ def _causes(facts: ProofFacts) -> tuple[tuple[Cause, tuple[str, ...]], ...]:
         names = tuple(one.name for one in facts.gradients if replicas_apart(one))
         rule = "prove.past-wrapper" if facts.wrapper else "prove.not-averaged"
         return ((Cause(rule, OWN), names),) if names else ()
-    explained = facts.first_apart or facts.scales_apart or facts.averaged_later  # by what stands before
-    if explained or not facts.shares or len(set(counts(facts).values())) > 1:
-        return ()
+    if (
+        facts.first_apart
+        or facts.scales_apart
+        or facts.averaged_later
+        or not facts.shares
+        or len(set(counts(facts).values())) > 1
+    ):
+        return ()  # what stands before explains it
     aim, found = aim_of(facts), dict[tuple[str, str], list[tuple[Cause, str]]]()
     right = False
     for one in facts.gradients:
