@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from attrs import evolve
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.auditing.outcome import Audit
@@ -73,6 +75,7 @@ def audit(
         facts = evolve(facts, engine=evolve(facts.engine, past=past_engine(optimizer, model)))
     if facts.world_size > 1:
         sends = sends_by_hand() if window is None else ""
+        facts = evolve(facts, averages_beside=_averages_beside(facts, model))
         facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends, local_sgd=local_sgd())
     findings = findings_of(rules, facts)
     again = RunningLook(
@@ -85,6 +88,15 @@ def audit(
         seconds=time.perf_counter() - begun,
         live=again,
     )
+
+
+def _averages_beside(facts: RunFacts, model: nn.Module) -> bool:
+    """As in ``RunFacts``."""
+    if any(param.averaged_by for param in facts.params):
+        return False
+    mine = {id(param) for param in model.parameters()}
+    wrappers = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel | FSDPModule))
+    return any(mine.isdisjoint(map(id, one.parameters())) for one in wrappers)
 
 
 _AUDITS = count()

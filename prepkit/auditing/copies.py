@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.mixed import SelfAverages
+from prepkit.auditing.averages import InPlace, StayingIn, StillNorms
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.values import Following
 from prepkit.objects.names import named_parameters
@@ -65,7 +66,9 @@ class Followed:
 class Copies:
     """Looks inside ``on()`` at copies of weights before each step."""
 
-    mixed: SelfAverages = field(factory=SelfAverages)
+    mixed: InPlace = field(factory=InPlace)
+    norms: StillNorms = field(factory=StillNorms)
+    stays: StayingIn = field(factory=StayingIn)
     _followed: dict[int, Followed | None] = field(factory=dict)
     """By optimizer; None: nothing of it shows what an average does."""
     _told: dict[int, float] = field(factory=dict)
@@ -77,7 +80,7 @@ class Copies:
         """Inside, it looks."""
         handle = register_optimizer_step_pre_hook(self._looks)
         try:
-            with self.mixed.on():
+            with self.mixed.on(), self.norms.on(), self.stays.on():
                 yield
         finally:
             handle.remove()
@@ -86,7 +89,18 @@ class Copies:
     def told(self) -> dict[str, Any]:
         """What was found so far, as fields of ``WindowFacts``."""
         found = (Following(name=self._names.get(key, ""), part=part) for key, part in self._told.items())
-        return {"following": tuple(found), "averages": AverageFacts(itself=self.mixed.told())}
+        kept = AverageFacts(
+            itself=self.mixed.itself(),
+            still=self.norms.told(),
+            rounded=self.mixed.rounded(),
+            stays=self.stays.told(),
+        )
+        return {"following": tuple(found), "averages": kept}
+
+    def enters(self, module: Any, *given: Any) -> None:
+        """A module is called from outside of any other."""
+        self.norms.enters(module, *given)
+        self.stays.enters(module, trains=module.training and torch.is_grad_enabled())
 
     def overlapping(self, alive: Sequence[Any], model: Any) -> tuple[tuple[str, str], ...]:
         """Pairs of names of two trained parameters that are one piece of memory, each of which is stepped."""
@@ -158,12 +172,17 @@ def _sample(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)[:SAMPLE].clone()
 
 
+def _alive() -> list[Tensor]:
+    """Every tensor that there is, but for weights that have no shape yet."""
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not is_lazy(one)]
+
+
 def _copies(param: Tensor, now: Tensor) -> list[Copy]:
     """The tensors that hold the same values in other memory, and do not train."""
     found: list[Copy] = []
     kind = (param.shape, param.dtype, param.device)
-    for one in gc.get_objects():
-        if not issubclass(type(one), Tensor) or one is param:
+    for one in _alive():
+        if one is param:
             continue
         like = not one.is_meta and (one.shape, one.dtype, one.device) == kind and one.is_contiguous()
         plain = like and type(one.data) is Tensor  # not what a compiler traces with
@@ -189,8 +208,7 @@ def _follows(copy: Copy, now: Tensor, was: Tensor) -> None:
 
 def _successor(copy: Copy, now: Tensor) -> Tensor | None:
     """What stands for a copy that is made anew in each step: it lies on its way."""
-    tensors: list[Tensor] = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    for one in tensors:
+    for one in _alive():
         plain = one.shape == copy.shape and not one.requires_grad and type(one.data) is Tensor
         if plain and one.is_contiguous():
             here = _sample(one) if (one.dtype, one.device) == (now.dtype, now.device) and not one.is_meta else now

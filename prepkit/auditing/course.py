@@ -243,10 +243,28 @@ class Ticks:
     """That lay between two of them."""
     _seen: int = 0
     """Ticks while somebody has counted."""
+    stretches: int = 0
+    """Between two steps, of whatever optimizers, in which it was ticked."""
     _last: int | None = field(init=False)
+    _begun: int | None = field(init=False)
+    """Ticks when the present stretch began."""
 
     def __attrs_post_init__(self) -> None:
-        self._last = getattr(self.scheduler, "last_epoch", None)
+        self._last = self._begun = getattr(self.scheduler, "last_epoch", None)
+
+    def listen(self) -> None:
+        """Begin to count stretches, while gradients are followed."""
+        _TICKING.add(self)
+
+    def close(self) -> None:
+        """End."""
+        _TICKING.discard(self)
+
+    def steps(self) -> None:
+        """Counts a stretch, as any optimizer steps: of two that step in turn each may have a tick behind it."""
+        last = getattr(self.scheduler, "last_epoch", None)
+        self.stretches += last != self._begun
+        self._begun = last
 
     def step(self, least: int) -> bool:
         """Count a step that begins: whether ``least`` times as many have gone by as ever before.
@@ -442,6 +460,7 @@ class KeptGradients:
         return any(id(param) in params for group in groups for param in group["params"])
 
 
+_TICKING: weakref.WeakSet[Ticks] = weakref.WeakSet()
 _FOLLOWING: weakref.WeakSet[KeptGradients] = weakref.WeakSet()
 _BACKWARD: list[Callable[..., Any]] = []
 """What stood in the place of ``_followed``: torch's own, or that of an audit that listens too."""
@@ -456,6 +475,8 @@ def _is_followed(backward: Any) -> bool:
 
 
 def _begins(optimizer: Any, *_: Any) -> None:
+    for ticks in tuple(_TICKING):
+        ticks.steps()
     for one in tuple(_FOLLOWING):
         one.step_begins(optimizer)
 

@@ -1,7 +1,8 @@
-"""What a data set does to what it holds while samples are read, and small integers that wrap around there."""
+"""What a data set does to what it holds while samples are read, what its parts set of it, and integers that wrap."""
 
 from __future__ import annotations
 
+import ast
 import copy
 import io
 import linecache
@@ -9,11 +10,12 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -21,12 +23,22 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.facts.inputs import Rewritten, WrappedAround
+from prepkit.facts.inputs import LostSetting, Rewritten, WrappedAround
 from prepkit.loading.draws import RandomState
-from prepkit.observe.prepared.around import called_by_program, frames_above, is_of_library, line_of_program
+from prepkit.observe.prepared.around import (
+    called_by_program,
+    frames_above,
+    is_of_library,
+    known,
+    line_of_program,
+    name_of,
+    nodes,
+    parsed,
+)
 from prepkit.observe.prepared.instead import around_calls
 
 FETCHES = 2
@@ -52,6 +64,11 @@ WRAPS = frozenset({"add", "sub", "mul", "neg", "pow", "square", "multiply", "sub
 OPERATORS = frozenset(f"{side}{name}" for name in ("add", "sub", "mul", "pow") for side in "ir")
 ROUND = re.compile(r"hue|hash|crc|checksum|phase|angle|circular|wrap|&|%")
 """Words beside which numbers are meant to go round."""
+
+MOST_SET = 128
+"""Settings of data sets, from outside of them, that are looked at."""
+MOST_PARTS = 512
+"""Numbers, words and objects of a setting that are compared."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -296,3 +313,150 @@ def _line_of_call() -> str:
 
 TORCH_CALLS = ("_tensor.py", "overrides.py")
 """Files of torch's through which operators are called."""
+
+
+# --- settings of a data set that several parts hold ---
+
+
+@define(kw_only=True, eq=False)
+class _Setting:
+    """What a data set was told through something that holds it."""
+
+    data: weakref.ref[Any]
+    holder: weakref.ref[Any]
+    name: str
+    value: tuple[Any, ...]
+    line: str
+    used: bool = False
+    """Whether a sample was read with it."""
+    lost: str = ""
+    """The line that has set something else through another holder."""
+
+
+@define(eq=False)
+class SharedSettings:
+    """Listens inside ``on()``."""
+
+    lost: dict[LostSetting, None] = field(factory=dict)
+    _settings: list[_Setting] = field(factory=list)
+    _looked: int = 0
+    _kinds: set[type] = field(factory=set)
+    """Classes of data sets that are heard when they are read."""
+    _stack: ExitStack = field(factory=ExitStack)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with self._stack:
+            self._stack.enter_context(around_calls(Dataset, "__setattr__", self._sets))
+            self._stack.enter_context(around_calls(_BaseDataLoaderIter, "__init__", self._begins))
+            yield
+
+    def _sets(self, _: Any, data: Dataset[Any], name: str, value: Any) -> None:
+        super(Dataset, data).__setattr__(name, value)  # of another base, where it has several
+        if self._looked < MOST_SET and not torch.compiler.is_compiling() and get_worker_info() is None:
+            frame = next(frames_above(__file__))
+            if not is_of_library(frame) and not _is_of(frame, data):
+                self._looked += 1
+                with suppress(TypeError):  # of what takes no weak reference
+                    self._hears(frame, data, name, value)
+
+    def _hears(self, frame: FrameType, data: Any, name: str, value: Any) -> None:
+        holder, told, line = _holder(frame, data, name), _words(value), line_of_program([frame])
+        mine = [one for one in self._settings if one.data() is data and one.name == name]
+        for one in mine:
+            if holder is None or told is None or one.holder() in (holder, None):
+                self._settings.remove(one)
+            else:
+                one.lost = "" if one.value == told else one.lost or line
+        if holder is not None and told is not None:
+            both = weakref.ref(data), weakref.ref(holder)
+            self._settings.append(_Setting(data=both[0], holder=both[1], name=name, value=told, line=line))
+            self._listens(type(data))
+
+    def _listens(self, kind: type) -> None:
+        for name in ("__getitem__", "__getitems__", "__iter__") if kind not in self._kinds else ():
+            if hasattr(kind, name):
+                self._stack.enter_context(around_calls(kind, name, self._reads))
+        self._kinds.add(kind)
+
+    def _reads(self, plain: Any, data: Any, *given: Any, **named: Any) -> Any:
+        self._uses({id(data)})
+        return plain(data, *given, **named)
+
+    def _uses(self, read: Collection[int]) -> None:
+        for one in self._settings:
+            one.used = one.used or (not one.lost and id(one.data()) in read)
+
+    def _begins(self, plain: Any, reading: Any, loader: Any, *given: Any, **named: Any) -> None:
+        """A pass over a loader begins."""
+        inside = set(map(id, _inside(loader))) if self._settings else ()
+        for one in self._settings:
+            if one.lost and not one.used and id(one.holder()) in inside:
+                kind = type(one.data()).__name__
+                self.lost[LostSetting(line=one.line, name=one.name, kind=kind, other=one.lost)] = None
+        if loader.num_workers:
+            self._uses(inside)
+        plain(reading, loader, *given, **named)
+
+
+def _is_of(frame: FrameType, data: Any) -> bool:
+    """Return whether it is a method of this data set, by its first argument."""
+    code = frame.f_code
+    return code.co_argcount > 0 and frame.f_locals.get(code.co_varnames[0]) is data
+
+
+def _holder(frame: FrameType, data: Any, name: str) -> Any:
+    """The outermost part or loader through which a line sets this of a data set; None: it names the data set itself."""
+    for node in nodes(parsed(frame.f_code.co_filename)):
+        match node:
+            case ast.Attribute(said, attribute, ast.Store()) if attribute == name:
+                pass
+            case ast.Call(_, [said, ast.Constant(attribute), _]) if name_of(node) == "setattr" and attribute == name:
+                pass
+            case _:
+                continue
+        if node.lineno <= frame.f_lineno <= (node.end_lineno or 0) and known(frame, said) is data:
+            holder = None
+            while isinstance(said, ast.Attribute) and isinstance(known(frame, said.value), Dataset | DataLoader):
+                said = said.value
+                holder = known(frame, said)
+            return holder
+    return None
+
+
+def _inside(holder: Any, depth: int = DEPTH) -> Iterator[Any]:
+    """Yield a loader or a data set, and the data sets that it holds."""
+    yield holder
+    for value in [*getattr(holder, "__dict__", {}).values()][:MOST_HELD] if depth else ():
+        for one in value[:MOST_HELD] if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, Dataset):
+                yield from _inside(one, depth - 1)
+
+
+def _words(value: Any) -> tuple[Any, ...] | None:
+    """What tells a function, a flag or the like from another; None: it is none, or too large."""
+    if not callable(value) and not isinstance(value, bool | int | float | str | None):
+        return None
+    found, todo = list[Any](), [value]
+    while todo and len(found) < MOST_PARTS:
+        one = todo.pop()
+        match one:
+            case bool() | int() | float() | str() | bytes() | None | type():
+                found.append(one)
+            case list() | tuple() | set():
+                found.append((type(one), len(one)))
+                todo += one
+            case dict():
+                found.append((dict, len(one)))
+                todo += [*one.keys(), *one.values()]
+            case FunctionType():
+                found.append(one.__code__)
+                todo += [cell.cell_contents for cell in one.__closure__ or ()] + [*(one.__defaults__ or ())]
+            case Tensor():
+                found.append((Tensor, one.shape))
+            case _:
+                found.append(type(one))
+                with suppress(Exception):  # what cannot be written
+                    todo += one.__reduce_ex__(2)[1:3]
+    return tuple(found) if not todo else None

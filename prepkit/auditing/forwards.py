@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, tensors
 from prepkit.auditing.losses import LossCompared
+from prepkit.auditing.terms import compares
 from prepkit.facts.window import ForwardFacts, SamplesMixed
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
@@ -41,8 +43,6 @@ CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 LARGE = 1 << 22
 """Elements up to which what two calls were given is compared."""
 FEW = 8  # samples from which on it is no chance that all targets stand in an input
-NODES = 4096
-"""Of a graph that are looked at."""
 
 
 @define(eq=False)
@@ -54,10 +54,14 @@ class Forwards:
     """Models that were called without gradients."""
     alike: dict[tuple[str, str], None] = field(factory=dict)
     """As in ``WindowFacts``."""
-    _twins: list[tuple[Any, Any, str, str]] = field(factory=list)
+    _twins: list[tuple[int, Any, Any, str, str]] = field(factory=list)
     """Nodes of graphs of two calls with the same that gave the same, since the last backward."""
     _roots: dict[int, tuple[ModelCall, Any]] = field(factory=dict)
     """The last call of each module since then that was given no tensor with a graph, and a node of its outputs."""
+    _asked: Counter[int] = field(factory=Counter)
+    """How many calls of each module there were since then."""
+    _paired: defaultdict[int, set[int]] = field(factory=partial(defaultdict, set))
+    """Which of them are of twins."""
 
     def knows(self, module: nn.Module) -> bool:
         """Whether it was called before."""
@@ -65,17 +69,23 @@ class Forwards:
 
     def backward(self, loss: Any) -> None:
         """Takes down which calls that say the same this loss is made of."""
-        seen = nodes_of(loss) if self._twins else set()
-        self.alike |= {(name, line): None for one, other, name, line in self._twins if {one, other} <= seen}
+        for key, one, other, name, line in self._twins:
+            if len(self._paired[key]) == self._asked[key] and compares(loss, one, other):
+                self.alike[name, line] = None
         self._twins, self._roots = [], {}
+        self._asked.clear()
+        self._paired.clear()
 
     def _compares(self, module: nn.Module, call: ModelCall, outputs: Any) -> None:
         """Whether the last call of this module was the same. Reads what both were given, and have returned."""
         node = next((one.grad_fn for one in tensors(outputs) if one.grad_fn is not None), None)
-        before, self._roots[id(module)] = self._roots.get(id(module)), (call, node)
+        key, at = id(module), self._asked[id(module)]
+        before, self._roots[key] = self._roots.get(key), (call, node)
+        self._asked[key] += 1
         if before is not None and node is not None and before[1] is not None and _same_call(before[0], call):
             line = line_of_program(frames_above(__file__))
-            self._twins.append((before[1], node, type(unwrap_root(module)[-1]).__name__, line))
+            self._paired[key] |= {at - 1, at}
+            self._twins.append((key, before[1], node, type(unwrap_root(module)[-1]).__name__, line))
 
     def enters(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Callable[[Any], None]:
         """Keeps a call that trains, and returns what is to hear of its outputs."""
@@ -144,18 +154,6 @@ def _same_call(one: ModelCall, other: ModelCall) -> bool:
 
 def _identical(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
-
-
-def nodes_of(loss: Any) -> set[Any]:
-    """Nodes of the graph of a loss, of a large one some."""
-    roots = [getattr(one, "grad_fn", None) for one in (loss if isinstance(loss, tuple | list) else (loss,))]
-    seen: set[Any] = {one for one in roots if one is not None}
-    waiting = [*seen]
-    while waiting and len(seen) < NODES:
-        after = {one for one, _ in waiting.pop().next_functions if one is not None} - seen
-        seen |= after
-        waiting += after
-    return seen
 
 
 def sizes_of(alive: list[Any]) -> set[int]:

@@ -20,7 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import tensors
 from prepkit.auditing.carried import shuffles_by
-from prepkit.auditing.fetches import Fetches
+from prepkit.auditing.fetches import Fetches, SharedSettings
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
@@ -91,6 +91,7 @@ class InputCalls:
     """Listens inside ``on()``."""
 
     _fetches: Fetches = field(factory=Fetches)
+    _shared: SharedSettings = field(factory=SharedSettings)
     _padding: dict[str, PaddingRead] = field(factory=dict)
     _ordered: dict[tuple[str, str, str], None] = field(factory=dict)
     _uniform: dict[str, None] = field(factory=dict)
@@ -122,6 +123,7 @@ class InputCalls:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(self._fetches.on())
+            stack.enter_context(self._shared.on())
             stack.enter_context(around_calls(nn.functional, "embedding", self._looks_up))
             stack.enter_context(around_calls(_BaseDataLoaderIter, "__next__", self._reads))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
@@ -141,6 +143,7 @@ class InputCalls:
             alike=tuple(self._alike),
             rewritten=tuple(self._fetches.rewritten.values()),
             wrapped=tuple(self._fetches.wrapped.values()),
+            lost=tuple(self._shared.lost),
         )
 
     def leaves(self, module: nn.Module, given: Any, outputs: Any) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from prepkit.auditing.course import SAMPLED, memory_of
 from prepkit.auditing.running import alive
@@ -58,6 +58,8 @@ class _Turn:
     line: str
     empty: bool
     """Whether nothing that it holds has a gradient."""
+    inside: frozenset[int] = frozenset()
+    """Backwards of the closure that it was given, which are made when it has begun."""
 
 
 @define(eq=False)
@@ -113,7 +115,7 @@ class Ledger:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        handle = register_optimizer_step_pre_hook(self._steps)
+        handles = register_optimizer_step_pre_hook(self._steps), register_optimizer_step_post_hook(self._stepped)
         try:
             with (
                 around_calls(torch.autograd, "backward", self._backward),
@@ -121,7 +123,8 @@ class Ledger:
             ):
                 yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def told(self) -> dict[str, Any]:
         """What is wrong with the step that begins, as fields of ``WindowFacts``."""
@@ -148,6 +151,14 @@ class Ledger:
         empty = all(one.grad is None for group in optimizer.param_groups for one in group["params"])
         self._turns.append(_Turn(weakref.ref(optimizer), len(self._went), frozenset(parts), line, empty))
         self.wasted, self.unled = tuple(self._in_vain(entries)), tuple(self._unled())
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        """Takes what went backward inside the step."""
+        for at, turn in reversed([*enumerate(self._turns)][-MOST_STEPS:]):
+            if turn.optimizer() is optimizer and turn.at < len(self._went):
+                parts = {part for one in self._entries.get(optimizer, ()) for part in one.parts if part >= turn.at}
+                self._turns[at] = evolve(turn, inside=frozenset(parts), empty=turn.empty and not parts)
+                return
 
     def _looks(self) -> None:
         """Takes down what was cleared."""
@@ -208,7 +219,7 @@ class Ledger:
 
         Of none where the program reads gradients, or writes into them or into weights, itself: it uses them so.
         """
-        stepped = {part for turn in self._turns for part in turn.parts}
+        stepped = {part for turn in self._turns for part in turn.parts | turn.inside}
         left = {part for each in self._entries.values() for one in each for part in one.parts}
         lines = Counter(self._went[part].line for part in self._gone if part not in stepped | left)
         now = lines_of_program(frames_above(__file__))
@@ -223,7 +234,7 @@ class Ledger:
 
     def _unled(self) -> Iterator[tuple[str, str]]:
         """Lines of a backward that nobody has stepped, and of the step right behind it, which held no gradient."""
-        stepped = {part for turn in self._turns for part in turn.parts}
+        stepped = {part for turn in self._turns for part in turn.parts | turn.inside}
         lost = {part for part in self._gone if part not in stepped}
         behind = ((turn, turn.at - 1) for before, turn in pairwise(self._turns) if before.at < turn.at)
         lines = Counter((self._went[last].line, turn.line) for turn, last in behind if turn.empty and last in lost)

@@ -34,11 +34,14 @@ if TYPE_CHECKING:  # which reads frames, and is large
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
+ALONE = "before its first step alone"
+NEVER = 1 << 62
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
-    *("drawn-without-graph", "scheduler-elsewhere", "average-itself"),
+    *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
+    *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
@@ -68,6 +71,8 @@ class ScriptLooks:
     """The last one, which is not taken."""
     found: Audit | None = None
     watched: DriftWatch = field(init=False)
+    _behind: dict[str, DriftWatch] = field(factory=dict, init=False)
+    """Watches over trainings that have begun behind the first, by what they train."""
     _taken_over: bool = field(default=False, init=False)
     """Whether another optimizer steps what the first one did."""
 
@@ -78,7 +83,12 @@ class ScriptLooks:
 
     def close(self) -> None:
         """Looks no more."""
-        self.watched.close()
+        for one in (self.watched, *self._behind.values()):
+            one.close()
+        if self.found is not None and self._behind:
+            seen = {what: min(one.steps, self.steps) for what, one in self._behind.items()}
+            told = (f"{what}, {f'up to its step {at}' if at > 1 else ALONE}" for what, at in seen.items())
+            self.found = evolve(self.found, beside=tuple(told))
         lets_go()
 
     @property
@@ -93,7 +103,8 @@ class ScriptLooks:
         if self.steps == 1 or live is None or apart:
             self.arrivals.leaves(LOOKED, self._stop)
             return
-        own = found.facts.parted + (found.facts.window.cut if found.facts.window is not None else ())
+        own = found.facts.parted + found.facts.own_sizes
+        own += found.facts.window.cut if found.facts.window is not None else ()
         self.watched.start(live.model, live.optimizers, live.scheduler, apart=own)
         stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
 
@@ -111,10 +122,30 @@ class ScriptLooks:
             known = {(one.rule, one.where, one.what) for one in self.found.findings}
             told = [one for one in found.findings if (one.rule, one.where, one.what) not in known]
             told = [one for one in told if one.severity is not Severity.NOTE]
-            second = f"{root}, which {found.facts.optimizers[0].name} trains behind it"
-            self.found = evolve(self.found, beside=(*self.found.beside, second))
+            self._goes_behind(found, root)
         when = f"Before its first step, behind step {self.watched.steps}" if anew else ""
         self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told), when)
+
+    def _goes_behind(self, found: Audit, root: str) -> None:
+        """Watches a training that begins behind the first, for as many steps of its own: on one rank, as it began."""
+        live, trainer = found.live, found.facts.optimizers[0].name
+        what = f"{root}, which {trainer} trains behind it"
+        alike = sum(one.startswith(what) for one in self._behind)
+        watch = DriftWatch(every=1, share=1.0)
+        self._behind[f"{what} ({alike + 1})" if alike else what] = watch
+
+        def adds(findings: tuple[Finding, ...]) -> None:
+            named = tuple(evolve(one, where=f"{root}: {one.where}") for one in findings)
+            self._adds(named, f"In step {watch.steps} of {trainer}", None if live is None else live.scheduler)
+
+        def counts(*_: Any) -> None:
+            if watch.steps >= self.steps:
+                watch.every = NEVER  # a hook cannot be taken off inside of a step
+
+        watch.act = adds
+        if live is not None and world().size == 1 and not joins(live.model):
+            watch.start(live.model, live.optimizers, live.scheduler)
+            stepping(live.optimizers[0]).register_step_pre_hook(counts)
 
     def later(self, told: dict[str, Any]) -> None:
         """Takes what a window has heard before a later step of any optimizer."""
@@ -138,13 +169,16 @@ class ScriptLooks:
         if self.watched.steps >= self.steps:
             self.arrivals.leaves(LOOKED, self._stop)
 
-    def _adds(self, findings: tuple[Finding, ...], when: str = "") -> None:
+    def _adds(self, findings: tuple[Finding, ...], when: str = "", scheduler: Any = None) -> None:
         assert self.found is not None
         known = {(one.rule, one.where) for one in self.found.findings}
-        rests = self.found.live is None or self.found.live.scheduler is None  # nothing drives an optimizer that rests
+        driven = scheduler or (None if self.found.live is None else self.found.live.scheduler)
+        rests = driven is None  # nothing drives an optimizer that rests
         alone = rests or self._taken_over
         new = (one for one in findings if (one.rule, one.where) not in known)
         new = (one for one in new if not (alone and one.rule == "run.drift-unstepped"))
+        watched = any(one.rule == "run.drift-trained" for one in self.found.findings)  # of the first model
+        new = (one for one in new if not (watched and one.rule == "run.unfrozen-unheld"))
         told = tuple(evolve(one, what=f"{when or f'In step {self.watched.steps}'}: {one.what}") for one in new)
         self.found = evolve(self.found, findings=self.found.findings + told)
 

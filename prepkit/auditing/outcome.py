@@ -35,8 +35,7 @@ class Audit:
     steps: int = 1
     """The step before which it looked last: behind the first, a watch has looked before each."""
     beside: tuple[str, ...] = ()
-    """Models that are trained behind the first one, each with what trains it: it was looked at before its first step.
-    """
+    """Models that are trained behind the first one, each with what trains it, and up to which step it was looked at."""
     live: RunningLook | None = field(default=None, eq=False, repr=False)
     """What ``drift`` looks at again; None where nothing live was looked at."""
 
@@ -89,7 +88,7 @@ class Audit:
         )
         counts = Counter(why for _, why in self.unasked)
         unknown = [f"  {count(rules, 'rule')}: {why}" for why, rules in counts.items()]
-        beside = [f"looked at before its first step alone: {one}" for one in self.beside]
+        beside = [f"looked at too: {one}" for one in self.beside]
         return "\n".join(
             (_head(self.facts), *(said or fine), *beside, *(["cannot know here:"] if unknown else ()), *unknown)
         )

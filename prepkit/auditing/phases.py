@@ -1,19 +1,24 @@
-"""Phases of one program: optimizers that others replace, and what they leave behind."""
+"""Phases of one program: optimizers that others replace, what is left behind, and weights that nobody steps."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.facts.phases import Outlived, PhaseFacts
+from prepkit.auditing.running import alive
+from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
+from prepkit.objects.local_part import local
+from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import Line, frames_above, line_of_program, lines_of_program, loops_have
+from prepkit.observe.prepared.fabric import module_of
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.optimizers import as_rate, inner
 
@@ -21,6 +26,18 @@ TICKED = (LRScheduler, SequentialLR, ChainedScheduler, ReduceLROnPlateau)
 """Classes with a ``step`` of their own."""
 IN_VAIN = 2
 """Ticks in a row of a scheduler whose optimizer has rested while another stepped: fewer say nothing."""
+SAMPLE = 64
+"""Numbers of a weight that are compared."""
+MOST_ROOTS = 8
+MOST_ADAPTERS = 16
+STANDS = 3
+"""Steps in which a weight that was frozen has had gradients, and has stayed as it was."""
+WAITS = 16
+"""And where an optimizer holds it that has not stepped since: one that steps now and then may come yet."""
+RESTS = 8
+"""Steps in which an adapter has had none any more."""
+UP = 3
+"""So far above a weight is the module that has a frozen one too."""
 
 
 @define(eq=False)
@@ -51,9 +68,133 @@ class _Tick:
 
 
 @define(eq=False)
+class _Adapter:
+    """A module that has weights which train, and a frozen one."""
+
+    home: str
+    trained: list[weakref.ref[Tensor]]
+    beside: weakref.ref[Tensor]
+    """The frozen one."""
+    before: Tensor | None = None
+    """Some numbers of that, when the others had gradients last; None: they never had."""
+    after: Tensor | None = None
+    """And when they had none for the first time since then."""
+    rests: int = 0
+    """Steps since then of an optimizer that holds them."""
+
+
+@define(eq=False)
+class _Root:
+    """A model as it was before the first step behind a call of it."""
+
+    frozen: dict[str, weakref.ref[Tensor]]
+    adapters: list[_Adapter]
+    since: dict[str, tuple[int, Tensor]] = field(factory=dict)
+    """Since which step one of the frozen ones has gradients, and some of its numbers then."""
+
+
+@define(eq=False)
+class PhaseWeights:
+    """Is told of calls of modules, and of steps."""
+
+    unheld: dict[LeftBehind, None] = field(factory=dict)
+    merged: dict[LeftBehind, None] = field(factory=dict)
+    _roots: weakref.WeakKeyDictionary[nn.Module, _Root | None] = field(factory=weakref.WeakKeyDictionary)
+
+    def enters(self, module: nn.Module, *_: Any) -> None:
+        """A module is called from outside of any other."""
+        if module.training and torch.is_grad_enabled() and len(self._roots) < MOST_ROOTS:
+            self._roots.setdefault(unwrap_root(module_of(module))[-1], None)
+
+    @torch.no_grad()
+    def begins(self, steps: int, held: frozenset[int], courses: Mapping[Any, _Course]) -> None:
+        """A step begins, of an optimizer that holds these; ``courses``: of all optimizers."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        for model, root in [*self._roots.items()]:
+            now = self._roots[model] = root or _root(model)
+            self._thaws(model, now, steps, courses)
+            resting = [one for one in now.adapters if _rests(one, held)]
+            params = {id(param) for param in (model.parameters() if resting else ())}
+            if resting and all(id(ref()) in params for one in resting for ref in one.trained):
+                self.merged[_left(model, [one.home for one in resting])] = None
+
+    def _thaws(self, model: nn.Module, root: _Root, steps: int, courses: Mapping[Any, _Course]) -> None:
+        for name, ref in root.frozen.items():
+            param = ref()
+            if param is None or not param.requires_grad or param.grad is None:
+                root.since.pop(name, None)
+            elif name not in root.since:
+                root.since[name] = (steps, _some(param))
+        late = [name for name, (since, _) in root.since.items() if steps - since >= STANDS]
+        owners = dict[int, list[Any]]()
+        for one in alive(torch.optim.Optimizer) if late else ():
+            for param in (param for group in one.param_groups for param in group["params"]):
+                owners.setdefault(id(param), []).append(one)
+        still = list[str]()
+        for name in late:
+            (since, some), param = root.since[name], root.frozen[name]()
+            mine = owners.get(id(param), ())
+            rest = all(one in courses and courses[one].last < since for one in mine)  # of a training that is over
+            if mine and rest and steps - since < WAITS:
+                continue
+            if rest and param is not None and torch.equal(_some(param), some):
+                still.append(name)
+            del root.since[name], root.frozen[name]
+        if still:
+            self.unheld[_left(model, still)] = None
+
+
+def _root(model: nn.Module) -> _Root:
+    named = {name: param for name, param in model.named_parameters() if not param.is_meta and param.numel()}
+    frozen = {name: weakref.ref[Tensor](param) for name, param in named.items() if not param.requires_grad}
+    beside: dict[str, weakref.ref[Tensor]] = {}
+    for name, ref in frozen.items():
+        for home in _homes(name):
+            beside.setdefault(home, ref)
+    found: dict[str, _Adapter] = {}
+    for name, param in named.items():
+        home = next((one for one in _homes(name) if one in beside), "") if param.requires_grad else ""
+        if home and (home in found or len(found) < MOST_ADAPTERS):
+            found.setdefault(home, _Adapter(home, [], beside[home])).trained.append(weakref.ref(param))
+    return _Root(frozen, [*found.values()])
+
+
+def _homes(name: str) -> list[str]:
+    """The modules that have a parameter, the innermost first, but for the outermost."""
+    parts = name.split(".")
+    return [".".join(parts[:-up]) for up in range(1, 1 + UP) if parts[:-up]]
+
+
+def _rests(one: _Adapter, held: frozenset[int]) -> bool:
+    """Return whether it has had no gradients for so long now, since its frozen weight was written, and that once."""
+    params, beside = [param for ref in one.trained if (param := ref()) is not None], one.beside()
+    if beside is None or len(params) < len(one.trained) or any(not param.requires_grad for param in params):
+        one.before = None
+    elif held.issuperset(map(id, params)):
+        if any(param.grad is not None and bool(local(param.grad).any()) for param in params):
+            one.before, one.after, one.rests = _some(beside), None, 0
+        elif one.before is not None:
+            one.rests, one.after = one.rests + 1, _some(beside) if one.after is None else one.after
+            written = one.rests == RESTS and not torch.equal(one.before, one.after)
+            return written and torch.equal(one.after, _some(beside))
+    return False
+
+
+def _left(model: nn.Module, names: list[str]) -> LeftBehind:
+    line = line_of_program(frames_above(__file__))
+    return LeftBehind(model=type(model).__name__, name=names[0], count=len(names), line=line)
+
+
+def _some(param: Tensor) -> Tensor:
+    return local(param).detach().reshape(-1)[:SAMPLE].clone()
+
+
+@define(eq=False)
 class Phases:
     """Listens inside ``on()``."""
 
+    weights: PhaseWeights = field(factory=PhaseWeights)
     _steps: int = 0
     """Of all optimizers."""
     _courses: weakref.WeakKeyDictionary[Any, _Course] = field(factory=weakref.WeakKeyDictionary)
@@ -83,7 +224,8 @@ class Phases:
 
     def told(self) -> dict[str, Any]:
         """What was heard so far, as a field of ``WindowFacts``."""
-        return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over())}
+        left = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
+        return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over(), **left)}
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:
         plain(optimizer, *given, **named)
@@ -98,6 +240,7 @@ class Phases:
         course = self._courses.setdefault(optimizer, _Course(made=self._made_at.get(optimizer, "")))
         course.stands = course.stands or tuple(lines_of_program(frames_above(__file__)))
         course.last, course.held = self._steps, held
+        self.weights.begins(self._steps, held, self._courses)
 
     def _is_apart(self, held: frozenset[int]) -> bool:
         """Whether what begins to step now holds what no other has stepped, in no loop in which another has."""

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from prepkit.auditing.course import (
     Moves,
     SampledEpochs,
+    Ticks,
     at_zero,
     course,
     gradients_there,
@@ -119,6 +120,7 @@ class RunningLook:
     steps: int | None = field(default=None, init=False)
     """Optimizer steps that whoever looks has counted."""
     passes: SampledEpochs | None = field(default=None, init=False)
+    ticks: Ticks | None = field(default=None, init=False)
     _ended: float = field(factory=time.perf_counter, init=False)
     _changed: dict[str, str] = field(factory=dict, init=False)
     """Options that were other at the look before the last, with what they were."""
@@ -126,7 +128,7 @@ class RunningLook:
     _finite: set[str] = field(factory=set, init=False)
     """Buffers that were finite at a look; others may be infinite on purpose, as masks are."""
     _moves: Moves = field(factory=Moves, init=False)
-    _past: deque[tuple[int, int | None, float | None]] = field(factory=lambda: deque(maxlen=PAST), init=False)
+    _past: deque[tuple[int, int, int | None, float | None]] = field(factory=lambda: deque(maxlen=PAST), init=False)
     """Steps, ticks and rate at the last looks."""
 
     def __attrs_post_init__(self) -> None:
@@ -209,7 +211,8 @@ class RunningLook:
         if self.rotation.names is None:
             self.asks_ranks = self.asks_ranks and world().carries_data and world().same(sorted(held))
             self.rotation.names = tuple(sorted(held))  # without ranks: stages of a pipeline, which the audit tells
-            self.rotation.sizes = {name: part.numel for name, part in held.items()}
+            own = set(self.facts.parted)  # in a shape of each rank's own, it may be
+            self.rotation.sizes = {name: 1 if name in own else part.numel for name, part in held.items()}
         return self.rotation.take(every=self.share is None)
 
     def _read(self, now: RunningFacts, held: dict[str, Part], chosen: tuple[str, ...]) -> RunningFacts:
@@ -240,11 +243,13 @@ class RunningLook:
 
     def _since(self, now: RunningFacts) -> dict[str, Any]:
         """Steps and ticks since the oldest of the last looks, and whether the rate was 0 at all of them."""
-        self._past.append((self.steps or 0, now.course.ticked, now.course.rate))
-        steps, ticked, _ = self._past[0]
+        stretches = self.ticks.stretches if self.ticks is not None else 0
+        self._past.append((self.steps or 0, stretches, now.course.ticked, now.course.rate))
+        steps, stretched, ticked, _ = self._past[0]
         ticks = (now.course.ticked or 0) - (ticked or 0)
         return {
-            "lately": ((self.steps or 0) - steps, ticks),
+            "lately": (max((self.steps or 0) - steps, stretches - stretched), ticks),
+            "stretches": stretches,
             "at_zero": len(self._past) == PAST and all(rate == 0 for *_, rate in self._past),
         }
 
@@ -273,7 +278,8 @@ class RunningLook:
         self, now: RunningFacts, begun: float, held: dict[str, Part], chosen: tuple[str, ...]
     ) -> RunningFacts:
         """With what ranks differ in: one all-reduce."""
-        sent = {name: held.get(name, _nothing()) for name in chosen}  # what is gone here must not stop the others
+        sent = {name: held.get(name, _nothing()) for name in chosen if name not in self.facts.parted}
+        # what is gone here must not stop the others
         own = options(self.optimizers)
         sent[OPTIONS] = Part(
             values=torch.tensor([short_digest(own)], dtype=torch.float32, device="cpu"), numel=1, replica=world().rank

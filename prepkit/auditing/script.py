@@ -157,7 +157,8 @@ def audited_at_first_step(
         try:
             yield
             if stepped and others is not None:
-                others.later({"loaded_itself": tuple(window.loads.itself)})  # behind the last step
+                last = {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
+                others.later(last)  # behind the last step
             if apart and not stepped:
                 own = f"Rank {world().rank} has made {len(apart):,} steps"
                 arrivals.parts(f"{own} while no other rank had called a model, and none has stepped with it")
@@ -408,7 +409,8 @@ def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:
     every = [one for one in alive if isinstance(one, LRScheduler)]
     within = {id(part) for one in every for part in getattr(one, "_schedulers", ())}
     outer = [one for one in every if id(one) not in within]
-    driving = [one for one in outer if any(inner(one.optimizer) is optimizer for optimizer in optimizers)]
+    own = [one for one in outer if inner(one.optimizer) is optimizers[0]]
+    driving = own or [one for one in outer if any(inner(one.optimizer) is optimizer for optimizer in optimizers)]
     chosen = driving or (outer if len(outer) == 1 and not steps_its_own(outer[0]) else [])
     owners = gc.get_referrers(chosen[-1]) if chosen else ()
     holders = (one for owner in owners for one in (owner, *(gc.get_referrers(owner) if type(owner) is dict else ())))

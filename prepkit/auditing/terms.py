@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -145,6 +147,13 @@ class Terms:
                     self.cancelled[Cancelled(line=line, of=of, shape=shape, terms=len(terms))] = None
 
 
+LINEAR = frozenset(
+    {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "ToCopy", "Select", "Slice", "Index", "Split", *SHAPES}
+)
+"""What adds up, or picks, what it is given."""
+BOTH = 1 | 2
+
+
 def name_of(node: Any) -> str:
     """Of ``AddBackward0`` ``Add``."""
     return type(node).__name__.partition("Backward")[0]
@@ -169,6 +178,27 @@ def graph(node: Any) -> list[Any]:
         if len(found) > MOST_NODES:
             return []
     return [*found]
+
+
+def compares(loss: Any, one: Any, other: Any) -> bool:
+    """Return whether a loss holds both of these nodes, and lets one act on the other.
+
+    Where it adds up what is made of each, as of the steps of a policy in one state, it compares nothing.
+    """
+    roots = loss if isinstance(loss, tuple | list) else (loss,)
+    sides: dict[Any, int] = {one: 1, other: 2}
+    waiting = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+    while waiting and len(sides) <= MOST_NODES:
+        node, before = waiting[-1], taken_from(waiting[-1])
+        if node in sides or not (new := [each for each in before if each not in sides]):
+            waiting.pop()
+            found = [side for each in before if (side := sides.get(each, 0))]
+            sides.setdefault(node, reduce(or_, found, 0))
+            linear = name_of(node) in LINEAR or (name_of(node) in ("Mul", "Div") and len(found) == 1)
+            if sides[node] == BOTH and not linear:
+                return True
+        waiting += new if node not in sides else []
+    return False
 
 
 def split(node: Any) -> Iterator[Any]:

@@ -19,6 +19,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
 
+from prepkit.auditing.loops import Draws, random_states
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
 from prepkit.facts.values import LostSums, Permuted, ValueFacts
 from prepkit.observe.prepared.around import (
@@ -35,7 +36,6 @@ from prepkit.observe.prepared.around import (
     parsed,
 )
 from prepkit.observe.prepared.instead import around_calls
-from prepkit.observe.prepared.modules import generator
 
 RESHAPES = ("view", "reshape")
 CASTS = ("long", "int", "short", "char", "byte", "to", "type")
@@ -99,12 +99,14 @@ class Computing:
     """Whether such a one is written now."""
     _seeds: dict[str, _Seeded] = field(factory=dict)
     """By line of the program."""
+    _draws: Draws = field(factory=Draws)
     _looks: int = 0
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         with ExitStack() as stack:
+            stack.enter_context(self._draws.on())
             for name in RESHAPES:
                 stack.enter_context(around_calls(Tensor, name, partial(self._reshapes, name)))
             stack.enter_context(around_calls(torch, "reshape", partial(self._reshapes, "reshape")))
@@ -122,6 +124,7 @@ class Computing:
             permuted=tuple(one for one in self._shapes.values() if one is not None),
             emptied=tuple(one for one in self._emptied.values() if one is not None),
             reseeded=tuple(self._reseeded()),
+            repeated=self._draws.told(),
             not_called=tuple(_not_called()),
             blended=tuple(self._blended),
             lost_sums=tuple(self._lost.values()),
@@ -136,13 +139,14 @@ class Computing:
             known = self._seeds.get(line)
             looks = known.looks if known is not None and known.seed == seed else ()
             stands, at = lines_of_program(frames), (*looks[-LOOKS:], self._looks)
-            self._seeds[line] = _Seeded(seed, stands, at, _random_states())
+            self._seeds[line] = _Seeded(seed, stands, at, random_states())
+            self._draws.seeds(seed, stands, frames)
         return seeded
 
     def _reseeded(self) -> Iterator[tuple[str, int]]:
         """Lines that seed in each step with one number, which nobody has put back since, and what is drawn by then."""
         now = lines_of_program(frames_above(__file__))
-        drawn = _random_states()
+        drawn = random_states()
         for line, one in self._seeds.items():
             if torch.initial_seed() == one.seed and one.stands and one.state != drawn:
                 last = {self._looks - 1 - at for at in range(LOOKS)}
@@ -386,10 +390,6 @@ def _place(frame: FrameType) -> CallPlace:
 # --- seeds ---
 
 
-def _random_states() -> tuple[float, ...]:
-    return generator("cpu"), *(one.get_offset() for one in torch.cuda.default_generators)
-
-
 def _is_fixed(stands: list[Line], now: list[Line]) -> bool:
     """Return whether the text says that a line, in a function or in one that it calls, gives one number each time."""
     around = {code for code, line in now if innermost(code, line)[0]}
@@ -487,7 +487,8 @@ def _as_often(before: Iterable[Line], now: Iterable[Line]) -> bool:
             first = known.get(code, 0)
             ifs = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.If)]
             chosen = any(begin <= one.lineno <= first <= (one.end_lineno or 0) for one in ifs)
-            return begin <= first <= end and not chosen
+            once = begin == first < end  # what a loop goes over is asked for before it
+            return begin <= first <= end and not chosen and not once
         if code.co_name == "<module>":
             return False  # what runs the program may do so in a loop
     return False

@@ -52,6 +52,8 @@ class DriftWatch:
     """That came before a step so far."""
     _refused: RefusedSteps | None = field(default=None, init=False, repr=False)
     _ticks: Ticks | None = field(default=None, init=False, repr=False)
+    _others: bool = field(default=False, init=False, repr=False)
+    """Whether the scheduler drives another optimizer than the one whose steps are counted."""
     _last: LastSteps = field(factory=LastSteps, init=False, repr=False)
     _given: tuple[Finding, ...] = field(default=(), init=False, repr=False)
     """What is wrong with the scheduler that was given: told at the first look."""
@@ -76,8 +78,12 @@ class DriftWatch:
         asked = (rule for rule in due(Moment.DRIFT) if rule.id == "run.scheduler-elsewhere")
         self._given = findings_of(asked, facts)
         self._engine = next(iter(engines(model)), None)
+        self._ticks = self._look.ticks = None
         if facts.scheduler is not None:
-            self._ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
+            self._ticks = self._look.ticks = Ticks(inner(scheduler), facts.scheduler.by_batch)
+            self._ticks.listen()
+            driven = inner(getattr(inner(scheduler), "optimizer", None))
+            self._others = any(inner(one) is driven for one in known[1:])
         steps = stepping(known[0])
         self._refused = RefusedSteps(steps, made=self.steps)
         self._refused.listen()
@@ -94,7 +100,7 @@ class DriftWatch:
         """Looks no more."""
         while self._handles:
             self._handles.pop().remove()
-        for one in (self._refused, self._kept):
+        for one in (self._refused, self._kept, self._ticks):
             if one is not None:
                 one.close()
         if self._look is not None and self._look.passes is not None:
@@ -112,6 +118,7 @@ class DriftWatch:
         if (
             self._look is not None
             and self._ticks is not None
+            and not self._others
             and self._ticks.step(IDLE)
             and not taken_over(self._look.scheduler)
         ):

@@ -145,7 +145,7 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(scripts_read_plain())
-            for enters in (self._enters, self.lessons.enters):
+            for enters in (self._enters, self.lessons.enters, self.copies.enters, self.phases.weights.enters):
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
             more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)

@@ -210,8 +210,11 @@ def _checked_out(revision: str, folder: Path, bare: frozenset[str]) -> Path:
             size += member.size
             if size > LARGEST:
                 raise click.UsageError(f"the configs of {revision:.12} have more than {LARGEST:,} bytes")
-            if member.isfile() or member.isdir():
-                tar.extract(member, folder, filter="data")
+            path = folder / member.name
+            read = tar.extractfile(member) if member.isfile() else None
+            if read is not None and ".." not in path.parts and path.is_relative_to(folder):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(read.read())
     return folder
 
 

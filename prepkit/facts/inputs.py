@@ -39,6 +39,19 @@ class WrappedAround:
 
 
 @frozen(kw_only=True)
+class LostSetting:
+    """What a data set was told through one part of it, and was told otherwise through another before it was read."""
+
+    line: str
+    name: str
+    """The attribute that was set."""
+    kind: str
+    """Class of the data set."""
+    other: str
+    """The line that has set it otherwise."""
+
+
+@frozen(kw_only=True)
 class InputFacts:
     """What a program hands to its layers and losses."""
 
@@ -49,6 +62,7 @@ class InputFacts:
     """Lines that draw in [0, 1) what is multiplied by a standard deviation and added to a mean."""
     rewritten: tuple[Rewritten, ...] = ()
     wrapped: tuple[WrappedAround, ...] = ()
+    lost: tuple[LostSetting, ...] = ()
     noises: tuple[tuple[str, str], ...] = ()
     """Lines that draw noise which a model is to say, and is not given; and lines that draw what it is given."""
     times: tuple[tuple[str, str], ...] = ()

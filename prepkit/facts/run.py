@@ -399,6 +399,11 @@ class RunFacts:
     """What every rank has told, in their order; empty: they were not asked."""
     parted: tuple[str, ...] = ()
     """Tensors whose values differ over ranks that should hold them alike."""
+    own_sizes: tuple[str, ...] = ()
+    """Parameters and buffers that each rank has for itself: with what ranks hold in other shapes, what nobody averages
+    either. Empty where something of them is averaged, or where ranks differ in more than shapes."""
+    averages_beside: bool = False
+    """Whether the program averages gradients of another model than this one, of which nobody averages any."""
     buffers_apart: tuple[str, ...] = ()
     """Buffers of a checkpoint that ranks hold unlike."""
     preparation: HowPrepared | None = None

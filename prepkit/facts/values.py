@@ -31,6 +31,15 @@ class LostSums:
 
 
 @frozen(kw_only=True)
+class RepeatedDraws:
+    """A line that seeds every so many steps, behind which a training draws what it has drawn before."""
+
+    line: str
+    seed: int
+    every: int
+
+
+@frozen(kw_only=True)
 class ValueFacts:
     """Values that a program has changed on the way."""
 
@@ -39,6 +48,7 @@ class ValueFacts:
     """Lines that have made whole numbers of fractions, which are all 0 then, and the method."""
     reseeded: tuple[tuple[str, int], ...] = ()
     """Lines of a step that seed torch's generator, and the number that is the same in each step."""
+    repeated: tuple[RepeatedDraws, ...] = ()
     not_called: tuple[tuple[str, str], ...] = ()
     """Lines that name a method and do not call it, and what they say."""
     blended: tuple[str, ...] = ()

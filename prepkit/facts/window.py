@@ -314,6 +314,8 @@ class CourseFacts:
     """Steps and ticks since a look some looks ago."""
     at_zero: bool = False
     """Whether the rate was 0 at all of these looks."""
+    stretches: int = 0
+    """Between two steps, of whatever optimizers, in which the scheduler was ticked; since watching began."""
     steps: int | None = None
     """Optimizer steps since watching began; None: nobody counts them."""
     rate: float | None = None

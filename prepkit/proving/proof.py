@@ -122,14 +122,15 @@ def found_in(facts: ProofFacts) -> Proof:
     return Proof(facts=facts, findings=findings_of(due(Moment.PROVE), facts))
 
 
-def joined(names: Sequence[str], proofs: Sequence[Proof]) -> Proof:
-    """One proof of all models of a window; each finding says whose it is."""
-    if len(proofs) == 1:
-        return proofs[0]
+def joined(every: Sequence[tuple[str, Proof]]) -> Proof:
+    """One proof of all models of a window, which have names; each finding says whose it is."""
+    if len(every) == 1:
+        return every[0][1]
+    names = [name for name, _ in every]
     named = [f"{name} {at}" if names.count(name) > 1 else name for at, name in enumerate(names)]
     each = [
         evolve(one, name=name, findings=tuple(evolve(f, where=f"{name}: {f.where}") for f in one.findings))
-        for name, one in zip(named, proofs, strict=True)
+        for name, (_, one) in zip(named, every, strict=True)
     ]
-    every = tuple(finding for one in each for finding in one.findings)
-    return evolve(each[0], findings=every, beside=tuple(each[1:]), seconds=sum(one.seconds for one in each))
+    findings = tuple(finding for one in each for finding in one.findings)
+    return evolve(each[0], findings=findings, beside=tuple(each[1:]), seconds=sum(one.seconds for one in each))

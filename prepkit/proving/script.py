@@ -216,21 +216,24 @@ def proven_stages(mine: list[Recorded], keep: str | None) -> Proof | None:
     ((root, record),) = mine
     mates = [rank for rank, one in enumerate(stages) if one == stages[world().rank]]
     with _folder(keep) as folder:
-        home = folder / f"stage-{mates[0]}"
-        head = evolve(
-            record.head,
-            rank=mates.index(world().rank),
-            ran_as=world().rank,
-            world=len(mates),
-            limits=(*record.head.limits, STAGES),
-        )
-        write(Record(head, record.tensors), home)
-        world().meet()
-        each = world().gather(prove_records(root, home) if mates[0] == world().rank else None)
-        firsts = [rank for rank, one in enumerate(each) if one is not None]
-        return joined(
-            [f"{stages[rank][0]} of rank {rank}" for rank in firsts], [one for one in each if one is not None]
-        )
+        return joined(_by_themselves(root, record, folder / f"stage-{mates[0]}", mates))
+
+
+def _by_themselves(
+    root: nn.Module, record: Record, home: Path, mates: list[int], said: tuple[str, ...] = (STAGES,)
+) -> list[tuple[str, Proof]]:
+    """The proofs of ranks that hold the same, of which these are this rank's; each with its name. Collective."""
+    head = evolve(
+        record.head,
+        rank=mates.index(world().rank),
+        ran_as=world().rank,
+        world=len(mates),
+        limits=(*record.head.limits, *said),
+    )
+    write(Record(head, record.tensors), home)
+    world().meet()
+    each = world().gather((type(root).__name__, prove_records(root, home) if mates[0] == world().rank else None))
+    return [(f"{name} of rank {rank}", one) for rank, (name, one) in enumerate(each) if one is not None]
 
 
 @contextmanager
@@ -252,13 +255,26 @@ def _proven(mine: list[Recorded], keep: str | None) -> Proof | None:
     if any(one != every[0] for one in every):
         said = "; ".join(f"{', '.join(one) or 'nothing'} on rank {rank}" for rank, one in enumerate(every))
         return _unproven(f"the ranks had stepped different models when the first of them was done: {said}")
+    own = _own_sizes(mine)
     with _folder(keep) as folder:
         homes = [folder, *(folder / f"beside-{at}" for at in range(1, len(mine)))]
-        for (_, record), home in zip(mine, homes, strict=True):
-            write(record, home)
+        shared = [at for at in range(len(mine)) if at not in own]
+        for at in shared:
+            write(mine[at][1], homes[at])
         world().meet()
-        proofs = [prove_records(root, home) for (root, _), home in zip(mine, homes, strict=True) if world().is_first]
-        return world().from_first(joined(every[0], proofs) if world().is_first else None)
+        proofs = [(every[0][at], prove_records(mine[at][0], homes[at])) for at in shared if world().is_first]
+        proofs = world().from_first(proofs)
+        for at in own:
+            home = folder / f"own-{at}-{world().rank}"
+            proofs += _by_themselves(*mine[at], home, [world().rank], ())
+        return joined(proofs)
+
+
+def _own_sizes(mine: list[Recorded]) -> list[int]:
+    """Numbers of the models of which each rank has one of its own, in other shapes than the others. Collective."""
+    every = world().gather([{one.name: one.shape for one in record.head.params} for _, record in mine])
+    alike = [all(one[at].keys() == every[0][at].keys() for one in every) for at in range(len(mine))]
+    return [at for at in range(len(mine)) if alike[at] and any(one[at] != every[0][at] for one in every)]
 
 
 def _uneven(why: str) -> Proof:

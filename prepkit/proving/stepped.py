@@ -71,9 +71,9 @@ def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
     )
     rank, group = next(((rank, group) for rank, group in held if group is not None), (0, None))
     grads, after = replicas(records, "grad", one.name), replicas(records, "after", one.name)
-    after = (
-        tuple(replica for replica in after if replica.holder == rank) or after
-    )  # where others hold no optimizer of it
+    grads, after = (  # where others hold no optimizer of it
+        tuple(replica for replica in every if replica.holder == rank) or every for every in (grads, after)
+    )
     if group is None:
         if not any(one.name in record.head.elsewhere for record in records):
             yield StepProof(name=one.name, held=False)

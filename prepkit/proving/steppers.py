@@ -55,10 +55,7 @@ def is_fresh(state: Any) -> bool:
 
 
 def earlier(state: Mapping[str, Any], whole: int, part: slice) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield what an optimizer has of one parameter from earlier steps, by its key in a record, and of its part.
-
-    Numbers, and what is as large as the parameter; None for anything else.
-    """
+    """Yield what an optimizer has of one parameter: numbers, and what is as large, by its part; None for all else."""
     for key, value in state.items() if not is_fresh(state) else ():
         row = local(value).reshape(-1) if isinstance(value, Tensor) else torch.tensor([value], device="cpu")
         if not isinstance(value, Tensor) or value.dim() == 0:
@@ -162,8 +159,10 @@ class HeldState:
             if id(group) not in self._numbers:
                 self._numbers[id(group)] = len(self.options)
                 self.options += (plain_options(optimizer, group),)
+        mine = {id(one) for one in given_to(acting(optimizer))}
         for name, (place, holder, at) in held.items():
-            self.groups[name] = self._numbers[id(optimizer.param_groups[place])]
+            if optimizer is acting(optimizer) or id(holder) in mine:  # else another rank steps it
+                self.groups[name] = self._numbers[id(optimizer.param_groups[place])]
             numel = parts[name].values.numel()
             for key, row in earlier(state.get(holder, {}), local(holder).numel(), slice(at, at + numel)):
                 if row is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, TensorStorageMetadata
 
 from prepkit.codec import from_data, to_data
 from prepkit.codec.text import canonical, digest_text, parse
@@ -67,10 +67,20 @@ TORCH_CLASSES = frozenset(
 """All that the metadata of a checkpoint is made of, besides dtypes and the path that it was written to."""
 
 
+def _memory_format(kind: Any, name: str) -> Any:
+    """Stands for ``getattr``, by which the first Pythons 3.11 name the member of an enum; it takes nothing else."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        what = f"it names an attribute of {kind!r:.60}, which no checkpoint of torch is made of; nothing was run"
+        raise failed("checkpoint.foreign", METADATA, what)
+    return kind[name]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """``pickle`` looks classes up by a method, so this is one of the few places with a subclass."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         if (module, name) in TORCH_CLASSES:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset, random_split
 
 from prepkit.auditing.fetches import MOST_NUMBERS
 from tests.audit.beginnings_loops import named
-from tests.audit.case import adam
+from tests.audit.case import WIDTH, adam, net
 from tests.audit.loops import Loop, taken
 
 Change = Callable[[Tensor], Tensor]
@@ -498,6 +499,128 @@ def states() -> Tensor:
     return torch.randn(32, 4)
 
 
+# --- settings of the data set of parts ---
+
+
+class Seen(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that a transform changes."""
+
+    def __init__(self, transform: Change | None = None) -> None:
+        self.x, self.y, self.transform, self.count = torch.randn(64, WIDTH), torch.randint(4, (64,)), None, 0
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return self.x[index] if self.transform is None else self.transform(self.x[index]), self.y[index]
+
+
+class Flips:
+    def __init__(self, often: float) -> None:
+        self.often = often
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.flip(0) if float(x[0]) < self.often else x
+
+
+class Around(Dataset[tuple[Tensor, Tensor]]):
+    """A part that sets what it needs; ``late``: at each sample."""
+
+    def __init__(self, data: Any, indices: list[int], transform: Change, *, late: bool) -> None:
+        self.data, self.indices, self.transform, self.late = data, indices, transform, late
+        if not late:
+            self.data.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.late:
+            self.data.transform = self.transform
+        return self.data[self.indices[index]]
+
+
+def passes(train: Any, held_out: Any, *, workers: int = 0) -> None:
+    """Two epochs."""
+    model = net()
+    optimizer = adam(model)
+    for _ in range(2):
+        for x, y in DataLoader(train, 16, num_workers=workers):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+        for x, _ in DataLoader(held_out, 16):
+            assert len(x)
+
+
+def in_parts(how: str, *, workers: int = 0) -> Callable[[], None]:
+    def run() -> None:
+        full: Any = Seen()
+        train, held_out = random_split(full, [48, 16])
+        parts: Any = (train, held_out)
+        if how == "own copies":
+            held_out.dataset = copy.copy(full)
+        parts[0].dataset.transform = Flips(0.5)
+        if how == "copied between":
+            train = copy.deepcopy(train)
+        if how == "read between":
+            assert len([*train]) == 48
+        if how == "passed between":
+            assert len([*DataLoader(train, 16, num_workers=workers)]) == 3
+        if how == "by name":
+            setattr(parts[1].dataset, "transform", None)  # noqa: B010
+        elif how != "once":
+            parts[1].dataset.transform = Flips(0.5 if how == "the same" else 0.0)
+        if how == "for all":
+            full.transform = Flips(0.2)
+        if how == "set again":
+            parts[0].dataset.transform = Flips(0.5)
+        passes(train, held_out, workers=workers)
+
+    return run
+
+
+def by_function() -> None:
+    def sets(part: Any, transform: Change | None) -> None:
+        part.dataset.transform = transform
+
+    train, held_out = random_split(Seen(), [48, 16])
+    sets(train, lambda one: one + 1)
+    sets(held_out, lambda one: one)
+    passes(train, held_out)
+
+
+def by_sampler() -> None:
+    """Two loaders of one data set, each with rows of its own."""
+    full, model = Seen(), net()
+    train = DataLoader(full, 16, sampler=SubsetRandomSampler(range(48)))
+    held_out = DataLoader(full, 16, sampler=SubsetRandomSampler(range(48, 64)))
+    train.dataset.transform = Flips(0.5)  # type: ignore[attr-defined]
+    held_out.dataset.transform = Flips(0.0)  # type: ignore[attr-defined]
+    optimizer = adam(model)
+    for x, y in train:
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
+def around(*, late: bool) -> Callable[[], None]:
+    def run() -> None:
+        full = Seen()
+        train = Around(full, [*range(48)], Flips(0.5), late=late)
+        passes(train, Around(full, [*range(48, 64)], Flips(0.0), late=late))
+
+    return run
+
+
+def one_for_all() -> None:
+    """Its owner replaces what it was made with, and another part is set to something else and never read."""
+    full = Seen(Flips(0.9))
+    full.transform = Flips(0.5)
+    full.transform = Flips(0.2)
+    train, held_out = random_split(full, [48, 16])
+    held_out.dataset.transform = Flips(0.1)  # type: ignore[attr-defined]
+    passes(train, held_out)
+
+
 WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.padding-read", "item_that_is_the_pad", rated()),
     wrong("run.padding-read", "last_item_that_is_the_pad", rated(pads=-1)),
@@ -522,6 +645,12 @@ WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.rows-alike", "one_state_in_a_buffer", given(one_state)),
     wrong("run.integers-wrapped", "sounds_too_loud", reads(sounds, louder)),
     wrong("run.integers-wrapped", "pictures_too_bright", reads(pictures, brighter)),
+    wrong("run.transform-shared", "transforms_of_one", in_parts("")),
+    wrong("run.transform-shared", "transforms_of_one_by_workers", in_parts("", workers=1)),
+    wrong("run.transform-shared", "transforms_of_one_by_name", in_parts("by name")),
+    wrong("run.transform-shared", "transforms_of_one_by_a_function", by_function),
+    wrong("run.transform-shared", "transforms_of_one_by_loaders", by_sampler),
+    wrong("run.transform-shared", "transforms_of_one_by_parts", around(late=False)),
 )
 RIGHT_INPUTS: tuple[Loop, ...] = (
     right("items_without_pads", rated(pads=None)),
@@ -569,4 +698,12 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("sounds_as_floats", reads(sounds, louder_of_floats)),
     right("negative_picture", reads(pictures, negative_picture)),
     right("other_hue", reads(pictures, other_hue)),
+    *(
+        right(f"transforms_{how}".replace(" ", "_"), in_parts(how))
+        for how in ("own copies", "copied between", "read between", "passed between", "the same", "once", "set again")
+    ),
+    right("transforms_passed_between_by_workers", in_parts("passed between", workers=1)),
+    right("transforms_for_all", in_parts("for all")),
+    right("transforms_at_each_sample", around(late=True)),
+    right("one_transform_for_all", one_for_all),
 )

@@ -938,3 +938,23 @@ def test_a_trainer_of_lightning_is_watched_by_one_line(package: str, tmp_path: P
     watch = trained(meddle=False)
     assert (watch.findings, watch.steps, watch.looks) == ((), 8, 4)
     assert [finding.rule for finding in trained(meddle=True).findings] == ["run.drift-rate"]
+
+
+@pytest.mark.parametrize(("phase", "ticks", "told"), [(6, 1, []), (1, 1, []), (1, 2, ["run.drift-ticks"])])
+def test_ticks_of_optimizers_in_turn_are_counted_over_the_steps_of_both(
+    phase: int, ticks: int, told: list[str]
+) -> None:
+    model = net()
+    params = [*model.parameters()]
+    pair = [torch.optim.SGD(half, 0.01) for half in (params[:4], params[4:])]
+    schedulers = [rates.CosineAnnealingLR(one, 200) for one in pair]
+    watch = pk.watch(model, pair, schedulers[1], every=1)
+    for at in range(24):
+        turn = at // phase % 2
+        stepped(Case(model=model, optimizer=pair[turn]))
+        model.zero_grad()
+        for each in schedulers if phase == 1 else schedulers[turn : turn + 1]:
+            for _ in range(ticks):
+                each.step()
+    watch.close()
+    assert [one.rule for one in watch.findings] == told

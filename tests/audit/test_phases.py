@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
@@ -123,12 +123,14 @@ def test_an_optimizer_for_each_step_is_told_still() -> None:
     assert "run.optimizer-anew" in said(in_stages(then="none", length=1))
 
 
-def two_trainings(*, second: str) -> Train:
+def two_trainings(*, second: str, steps: int = 5) -> Train:
     """A short training of one model, and then that of another, by one function."""
 
-    def fits(model: nn.Module, optimizer: Any, steps: int) -> None:
+    def fits(model: nn.Module, optimizer: Any, steps: int, scheduler: Any = None) -> None:
         for _ in range(steps):
             learn(model, optimizer)
+            for _ in range(0 if scheduler is None else 1 + (second == "ticks twice")):
+                scheduler.step()
 
     def train() -> None:
         torch.manual_seed(0)
@@ -138,7 +140,8 @@ def two_trainings(*, second: str) -> Train:
             other = torch.optim.Adam(net().parameters(), 1e-3)
             fits(then, other, 5)
         else:
-            fits(then, torch.optim.AdamW(then.parameters(), 1e-3), 5)
+            optimizer = torch.optim.AdamW(then.parameters(), 1e-3)
+            fits(then, optimizer, 12, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200))
 
     return train
 
@@ -147,5 +150,191 @@ def test_a_second_training_is_looked_at_and_named() -> None:
     found = audit_run(two_trainings(second="right"), steps=50)
     assert found is not None
     assert found.fine
-    assert "looked at before its first step alone: Sequential, which AdamW trains behind it" in str(found)
+    assert "looked at too: Sequential, which AdamW trains behind it, up to its step 12" in str(found)
     assert said(two_trainings(second="holds another"), 50) != []
+
+
+def backbone(model: nn.Module) -> list[nn.Parameter]:
+    return [*model[0].parameters()]  # type: ignore[index]
+
+
+def learn_backbone(model: nn.Module, optimizer: Any) -> None:
+    for param in backbone(model):
+        param.requires_grad = True
+    for _ in range(4):
+        learn(model[0], optimizer)  # type: ignore[index]
+    for param in backbone(model):
+        param.requires_grad = False
+
+
+def steps_by_hand(model: nn.Module, optimizer: Any) -> None:
+    """The backbone without an optimizer."""
+    learn(model, optimizer)
+    with torch.no_grad():
+        for param in backbone(model):
+            if param.grad is not None:
+                param.sub_(0.1 * param.grad)
+    model.zero_grad()
+
+
+def pretrains() -> None:
+    """Something else, which is looked at as the first model."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(3):
+        learn(model, optimizer)
+
+
+def thawed(*, then: str, steps: int = 8, second: bool = True) -> Train:
+    """A head, and its backbone behind some steps; ``then``: who steps that."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        if second:
+            pretrains()
+        model = net()
+        for param in backbone(model):
+            param.requires_grad = False
+        every = [*model.parameters()] if then == "all held" else [*model[3].parameters()]  # type: ignore[index]
+        other = torch.optim.SGD(backbone(model), 0.1)
+        if then == "nobody any more":
+            learn_backbone(model, other)
+        optimizer: Any = torch.optim.AdamW(every, 1e-3)
+        often = {"another": 1, "now and then": 6}.get(then, 0)
+        if not often:
+            del other
+        for _ in range(steps):
+            learn(model, optimizer)
+        for param in backbone(model):
+            param.requires_grad_(requires_grad=then != "never")
+        if then == "group":
+            optimizer.add_param_group({"params": backbone(model)})
+        if then == "anew":
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        for at in range(3 * steps):
+            (steps_by_hand if then == "by hand" else learn)(model, optimizer)
+            if often and at % often == often - 1:
+                other.step()
+                other.zero_grad()
+
+    return train
+
+
+def probed() -> None:
+    """How much a frozen backbone would change, now and then."""
+    torch.manual_seed(0)
+    model = net()
+    model[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+    optimizer = torch.optim.AdamW(model[3].parameters(), 1e-3)  # type: ignore[index]
+    for _ in range(12):
+        model[0].requires_grad_(requires_grad=True)  # type: ignore[index]
+        taken = torch.autograd.grad(model(torch.randn(6, WIDTH)).square().mean(), backbone(model))
+        assert len(taken) == 2
+        model[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+        learn(model, optimizer)
+
+
+def test_weights_that_are_unfrozen_and_held_by_nobody_are_told_once() -> None:
+    assert [said(thawed(then="nobody", second=one)) for one in (False, True)] == [["run.drift-trained"]] * 2
+    found = audit_run(thawed(then="nobody any more"), steps=200)
+    assert found is not None
+    (told,) = (one for one in found.findings if one.severity.name != "NOTE")
+    assert told.rule == "run.unfrozen-unheld"
+    assert "`0.weight` and 1 more weight of Sequential" in told.what
+
+
+@pytest.mark.parametrize("then", ["group", "anew", "another", "now and then", "all held", "never", "by hand"])
+def test_weights_that_are_unfrozen_and_stepped_are_right(then: str) -> None:
+    assert said(thawed(then=then)) == (["run.drift-trained"] if then == "by hand" else [])  # which a watch cannot see
+    assert "run.unfrozen-unheld" not in said(thawed(then=then, second=False))
+
+
+def test_a_probe_of_frozen_weights_is_right() -> None:
+    assert said(probed) == []
+
+
+class Adapted(nn.Module):
+    """A frozen layer, and what is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.down, self.up = nn.Parameter(0.1 * torch.randn(2, WIDTH)), nn.Parameter(torch.zeros(WIDTH, 2))
+        self.merged, self.rests = False, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        said: Tensor = self.base(x)
+        return said if self.merged or self.rests else said + x @ self.down.T @ self.up.T
+
+    @torch.no_grad()
+    def merge(self, *, sign: int) -> None:
+        self.base.weight.data += sign * self.up @ self.down
+        self.merged = sign > 0
+
+
+def with_adapters(*, then: str) -> Train:
+    """Evaluates twice; ``then``: what becomes of the adapters."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        first, second = Adapted(), Adapted()
+        model: Any = nn.ModuleDict({"body": nn.Sequential(first, nn.GELU(), second), "head": nn.Linear(WIDTH, 3)})
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-2)
+
+        class Whole(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = model
+
+            def forward(self, x: Tensor) -> Tensor:
+                said: Tensor = self.parts["head"](self.parts["body"](x))
+                return said
+
+        whole = Whole()
+        for at in range(30):
+            whole.train()
+            learn(whole, optimizer)
+            if at == 6:
+                whole.eval()
+                for one in (first, second) if then not in ("rests", "frozen", "written always") else ():
+                    one.merge(sign=1)
+                with torch.no_grad():
+                    whole(torch.randn(6, WIDTH))
+                for one in (first, second):
+                    if then == "unmerged":
+                        one.merge(sign=-1)
+                    one.rests = then in ("rests", "written always")
+                    if then in ("frozen", "merged for good"):
+                        one.requires_grad_(requires_grad=False)
+                if then == "head alone":
+                    optimizer = torch.optim.AdamW(model["head"].parameters(), 1e-2)
+            if then == "written always":
+                with torch.no_grad():
+                    first.base.weight.mul_(0.99)
+
+    return train
+
+
+def test_adapters_that_stay_merged_are_told() -> None:
+    found = audit_run(with_adapters(then="merged"), steps=200)
+    assert found is not None
+    (told,) = (one for one in found.findings if one.severity.name != "NOTE")
+    assert told.rule == "run.merged-trained"
+    assert "`parts.body.0` and 1 more module of Whole" in told.what
+
+
+@pytest.mark.parametrize(
+    "then", ["unmerged", "rests", "frozen", "merged for good", "head alone", "written always"], ids=str
+)
+def test_adapters_that_train_on_or_rest_on_purpose_are_right(then: str) -> None:
+    assert "run.merged-trained" not in said(with_adapters(then=then))
+
+
+@pytest.mark.parametrize("steps", [50, 8])
+def test_a_second_training_is_watched_as_the_first_one_is(steps: int) -> None:
+    found = audit_run(two_trainings(second="ticks twice"), steps=steps)
+    assert found is not None
+    (told,) = found.findings
+    assert (told.rule, told.where) == ("run.drift-ticks", "Sequential: scheduler")
+    assert told.what == "In step 5 of AdamW: It was ticked 8 times in 4 steps."
+    assert found.beside == (f"Sequential, which AdamW trains behind it, up to its step {min(steps, 12)}",)

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prepkit.codec import from_data, to_data
-from prepkit.facts.copies import AverageFacts
-from prepkit.facts.inputs import InputFacts, PaddingRead, Rewritten, WrappedAround
+from prepkit.facts.copies import AverageFacts, RoundedAway, StandsStill, StaysIn
+from prepkit.facts.inputs import InputFacts, LostSetting, PaddingRead, Rewritten, WrappedAround
 from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
 from prepkit.facts.loops import ByPass, TurnFacts
+from prepkit.facts.phases import LeftBehind, PhaseFacts
 from prepkit.facts.run import (
     AdapterFacts,
     AppliedFacts,
@@ -38,7 +39,7 @@ from prepkit.facts.run import (
 )
 from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
-from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, ValueFacts
+from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, RepeatedDraws, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
 from prepkit.rules import by_id, due
@@ -136,6 +137,7 @@ def handed(**found: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(inputs=InputFacts(**found)))
 
 
+LEFT = LeftBehind(model="Net", name="body.0", count=3, line="train.py:31")
 SCRAMBLED = Permuted(line="train.py:9", function="view", before=(2, 8, 6, 5), after=(2, 5, 48), order=(0, 3, 1, 2))
 BROKEN: dict[str, RunFacts] = {
     "run.clipped-nothing": told(clipped_past="train.py:31"),
@@ -383,6 +385,21 @@ BROKEN: dict[str, RunFacts] = {
     "run.average-follows": evolve(
         FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
+    "run.unfrozen-unheld": evolve(FINE, window=WindowFacts(phases=PhaseFacts(unheld=(LEFT,)))),
+    "run.merged-trained": evolve(FINE, window=WindowFacts(phases=PhaseFacts(merged=(LEFT,)))),
+    "run.average-buffers": evolve(
+        FINE,
+        window=WindowFacts(averages=AverageFacts(still=(StandsStill(line="train.py:9", model="Net", norms=3),))),
+    ),
+    "run.average-rounds": evolve(
+        FINE,
+        window=WindowFacts(
+            averages=AverageFacts(rounded=(RoundedAway(line="train.py:9", dtype="bfloat16", share=0.4),))
+        ),
+    ),
+    "run.average-stays": evolve(
+        FINE, window=WindowFacts(averages=AverageFacts(stays=(StaysIn(line="train.py:9", model="Net"),)))
+    ),
     "run.average-itself": evolve(FINE, window=WindowFacts(averages=AverageFacts(itself=("train.py:9",)))),
     "run.targets-alike": evolve(
         FINE,
@@ -409,10 +426,15 @@ BROKEN: dict[str, RunFacts] = {
     "run.noise-uniform": handed(uniform=("train.py:12",)),
     "run.noise-other": handed(noises=(("train.py:12", "train.py:7"),)),
     "run.time-other": handed(times=(("train.py:12", "train.py:7"),)),
+    "run.transform-shared": handed(
+        lost=(LostSetting(line="train.py:9", name="transform", kind="Shapes", other="train.py:10"),)
+    ),
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
     "run.rows-alike": handed(alike=(("train.py:9", "Net", 64),)),
     "run.integers-wrapped": handed(wrapped=(WrappedAround(line="train.py:9", dtype="int16", past=37, numbers=400),)),
-    "run.reseeded-steps": computed(reseeded=(("train.py:31", 1234),)),
+    "run.reseeded-steps": computed(
+        reseeded=(("train.py:31", 1234),), repeated=(RepeatedDraws(line="train.py:65", seed=42, every=8),)
+    ),
     "run.classes-blended": computed(blended=("train.py:31",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
     "run.target-given": asked(holds="x[:, 23]"),

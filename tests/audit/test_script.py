@@ -550,6 +550,15 @@ for x, y in data:
         dist.broadcast(param.data, owner[param])
         param.grad = None
 """
+SHARED_OUT = f"""{HAND}
+from torch.distributed.optim import ZeroRedundancyOptimizer
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+for x, y in data:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+"""
 LOCAL = f"""{HAND}
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -595,6 +604,23 @@ for x, y in same:
     optimizer.step()
 """
 SEEDED_APART = "torch.manual_seed(0)", "torch.manual_seed(rank)"
+PERSONAL = f"""{HAND}
+backbone = nn.parallel.DistributedDataParallel(nn.Linear(8, 16))
+head = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4 + 2 * rank))
+optimizers = torch.optim.AdamW(backbone.parameters()), torch.optim.SGD(head.parameters(), 0.1)
+for x, y in data:
+    loss = functional.cross_entropy(head(backbone(x)), y)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+IN_ONE = (
+    "torch.optim.AdamW(backbone.parameters()), torch.optim.SGD(head.parameters(), 0.1)",
+    "[torch.optim.AdamW([*backbone.parameters(), *head.parameters()])]",
+)
+PROVEN_ALONE = "Sequential of rank 1: proof of 1 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain"
 
 RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
     "stages": (STAGES, "of rank 1: proof of 1 x 3 micro-batches in float32, 4 gradients, 4 steps: trained as plain"),
@@ -612,6 +638,8 @@ RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
         "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: train",
     ),
     "weights that are averaged": (LOCAL, "nothing is known of its gradients\nnote prove.limit at proof: Each rank has"),
+    "heads of each rank's own classes": (PERSONAL, PROVEN_ALONE),
+    "heads of each rank's own classes in one optimizer": (PERSONAL.replace(*IN_ONE), PROVEN_ALONE),
     "weights that are averaged at times": (
         LOCAL.replace("    average()\n", "    if at % 3 == 2:\n        average()\n"),
         "averages weights behind another step, as it seems (train.py:",
@@ -644,6 +672,11 @@ WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {
         OWNERS.replace("        dist.reduce(param.grad, owner[param])\n", ""),
         True,
         "prove.not-averaged at model.0.weight: The gradients of 2 of 4 parameters",
+    ),
+    "parts of an optimizer that reduces nothing": (
+        SHARED_OUT,
+        True,
+        "prove.not-averaged at gradients: All gradients are each rank's own",
     ),
     "gradients that another rank has": (
         OWNERS.replace("if owner[param] == rank else None", "if owner[param] != rank else None"),
@@ -841,6 +874,21 @@ def test_what_is_divided_wrongly_by_hand_is_an_error(run: Auditor, name: str) ->
     code, out, err = run(text, *["--prove"] * prove, "train.py", world=2)
     assert code == 1, (out, err)
     assert f"error {said}" in out
+    assert ("prove.not-averaged" in said) <= ("prove.step-size" not in out)  # which comes of it
+
+
+@pytest.mark.parametrize("size", ["4 + 2 * rank", "4"])
+@pytest.mark.parametrize("optimizers", [IN_ONE[0], IN_ONE[1]])
+def test_what_each_rank_steps_by_itself_is_its_own_where_sizes_say_so(run: Auditor, size: str, optimizers: str) -> None:
+    text = PERSONAL.replace(IN_ONE[0], optimizers).replace("4 + 2 * rank", size)
+    text = text.replace("head =", "torch.manual_seed(rank)\nhead =")
+    code, out, err = run(text, "--steps", "3", "train.py", world=2)
+    own = size != "4"
+    milder = optimizers == IN_ONE[0]
+    assert code == int(not own and not milder), (out, err)
+    assert ("note run.maybe-averaged" in out and "warning" not in out) is own, out
+    for rule in () if own else ("run.ranks-values", "run.not-averaged"):
+        assert f"{'warning' if milder else 'error'} {rule} at" in out, out
 
 
 CUT_BY_HAND = {"stages": STAGES, "stages of one shape": EQUAL, "a layer that is cut": CUT, "experts": EXPERTS}

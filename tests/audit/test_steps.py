@@ -192,6 +192,22 @@ def warmed_up(*, clears_first: bool) -> Train:
     return train
 
 
+def by_closure() -> None:
+    """Each step makes its gradients itself, and they are cleared behind it."""
+    torch.manual_seed(0)
+    model = layers()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for batch in batches():
+
+        def closure(batch: Any = batch) -> float:
+            loss = fn.cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+
+
 def trunk_of_two_heads() -> None:
     """Each head steps in its own turn, and the trunk behind both."""
     torch.manual_seed(0)
@@ -330,6 +346,7 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
         totals(Tensor.detach),
         totals_of_some_steps,
         warmed_up(clears_first=True),
+        by_closure,
         trunk_of_two_heads,
         trunk_of_four_micro_batches,
         last_micro_batch_by_itself,
@@ -351,7 +368,7 @@ def test_what_shows_behind_the_first_step_is_found_by_its_rule(train: Train, rul
             "total",
             "chains",
         ),
-        *("warmed up", "heads", "slow", "last"),
+        *("warmed up", "by a closure", "heads", "slow", "last"),
         *("parts of one", "tasks", "a task that comes later", "an old policy", "on policy"),
     ],
 )

@@ -110,6 +110,24 @@ def views(second: Callable[[Tensor], Tensor], *, drops: bool = False, compared: 
     return run
 
 
+def asks_its_policy(bumps: tuple[bool, ...]) -> Callable[[], None]:
+    """Steps of an episode, some of which end where they began, and a last look at the state by another loss."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+        policy, at, said = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)), 0, []
+        states = torch.eye(6)
+        for bump in bumps:
+            spread = torch.distributions.Categorical(logits=policy(states[at : at + 1].clone()))
+            said.append(spread.log_prob(spread.sample()))
+            at += not bump
+        again = torch.distributions.Categorical(logits=policy(states[at : at + 1].clone()))
+        gains = torch.randn(len(said))
+        taken(policy, adam(policy), -(torch.cat(said) * gains).sum() - 0.01 * again.entropy().mean())
+
+    return run
+
+
 def forecasts(ahead: int) -> Callable[[], None]:
     """Windows of a series, and the value so far behind their last one."""
 
@@ -266,6 +284,8 @@ RIGHT_TURNS: tuple[Loop, ...] = tuple(
         "one_view_that_drops": views(lambda x: x.clone(), drops=True),
         "called_again_for_the_log": views(lambda x: x.clone(), compared=False),
         "called_again_for_another_term": views(lambda x: x),
+        "policy_that_stays_for_a_step": asks_its_policy((False, True, False, True, False)),
+        "policy_that_acts_and_learns_in_one_state": asks_its_policy((True,)),
         "softmax_of_classes": segments(1),
         "softmax_of_a_flat_picture": attends_over_places,
         "warm_up_of_factors": scheduled(lambda at: min(1.0, (at + 1) / 500), 3e-3),

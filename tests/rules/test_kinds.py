@@ -57,7 +57,8 @@ WARNINGS = _ids(
         "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost written-away rows-alike drawn-without-graph "
         "schedule-idle ticked-by-pass "
         "loss-divided clipped-late gathered-apart unwaited loss-kept pairs-misplaced "
-        "skip-kept new-tokens-frozen judged-alike average-itself",
+        "skip-kept new-tokens-frozen judged-alike average-itself "
+        "average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained",
     }
 )
 """What is said, and refuses nothing."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import random
 import time
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -401,3 +403,31 @@ def test_folders_that_differ_over_ranks_are_refused_on_every_rank_before_anythin
     assert told[:3] == [f"error checkpoint.folders-differ at folder: {paths}\n  fix: {fix}"] * 3
     assert told[3:] == [f"error checkpoint.no-folder at folder: None is no path of a folder (rank 1)\n  fix: {fix}"] * 3
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+class ByAttribute(pickle.Pickler):
+    """Names members of enums by ``getattr``, as the first Pythons 3.11 do."""
+
+    def __init__(self, file: io.BytesIO, owner: Any) -> None:
+        super().__init__(file)
+        self.owner = owner
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (self.owner or type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("owner", [None, torch.Size], ids=["its own", "another"])
+def test_a_member_of_torch_s_enum_is_read_as_every_python_names_it_and_nothing_else(tmp_path: Path, owner: Any) -> None:
+    trained(tmp_path / "run")
+    source = find(str(tmp_path / "run"))[0][0]
+    ByAttribute(packed := io.BytesIO(), owner).dump(files.read_metadata(source))
+    assert b"getattr" in packed.getvalue()
+    (source / ".metadata").write_bytes(packed.getvalue())
+    resealed(source, ".metadata")
+    if owner is None:
+        (ready := prepared()).resume(str(tmp_path / "run"))
+        assert ready.steps
+    else:
+        said = refused(prepared(), tmp_path / "run")
+        assert "names an attribute of <class 'torch.Size'>" in said
+        assert "nothing was run" in said

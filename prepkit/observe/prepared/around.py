@@ -289,6 +289,9 @@ def known(frame: FrameType, node: ast.expr) -> Any:
         case ast.Subscript(value, ast.Constant(str(name))):
             held = known(frame, value)
             return held.get(name) if type(held) is dict else None
+        case ast.Subscript(value, ast.Constant(int(at))):
+            held = known(frame, value)
+            return held[at] if type(held) in (list, tuple) and -len(held) <= at < len(held) else None
         case _:
             return None
 

@@ -46,8 +46,9 @@ def compared(
     here = evolve(_told(facts, places, optimizers, values), awaits=awaited)
     everyone = world().gather((here, options(optimizers), own, sorted(shards)))
     ranks = tuple(rank for rank, _, _, _ in everyone)
-    apart = unlike([held for _, held, _, _ in everyone])
-    facts = evolve(facts, ranks=ranks, parted=_parted(ranks, values), unlike=apart)
+    apart, own_sizes = unlike([held for _, held, _, _ in everyone]), _own_sizes(facts, ranks)
+    parted = tuple(name for name in _parted(ranks, values) if name not in own_sizes)
+    facts = evolve(facts, ranks=ranks, parted=parted, unlike=apart, own_sizes=own_sizes)
     if shards and all(names == everyone[0][3] for _, _, _, names in everyone):
         facts = evolve(facts, parted=(*facts.parted, *summed(shards).parted))
     stages = len({rank.names for rank in ranks}) > 1
@@ -174,6 +175,22 @@ def _whole(tensor: Tensor) -> Tensor | None:
         whole = all(placement.is_replicate() for placement in tensor.placements)
         return tensor._local_tensor if whole else None  # to_local() would enter the graph of autograd
     return tensor
+
+
+def _own_sizes(facts: RunFacts, ranks: tuple[RankFacts, ...]) -> tuple[str, ...]:
+    """As in ``RunFacts``. Collective only where digests of models differ, which every rank sees alike."""
+    if len({rank.model for rank in ranks}) == 1 or len({rank.names for rank in ranks}) > 1:
+        return ()
+    averaged = {param.name for param in facts.params if param.averaged_by}
+    mine = {param.name: param.shape for param in facts.model.params}
+    rest = [evolve(param, shape=()) for param in facts.model.params]
+    each = world().gather((mine, _digest((rest, facts.model.ties, [one.name for one in facts.model.buffers]))))
+    resized = {name for name in mine if any(shapes[name] != each[0][0][name] for shapes, _ in each)}
+    if not resized or averaged & resized or len({digest for _, digest in each}) > 1:
+        return ()
+    own = tuple(name for name in mine if name not in averaged)
+    places = {name.rpartition(".")[0] for name in own}
+    return own + tuple(one.name for one in facts.model.buffers if one.name.rpartition(".")[0] in places)
 
 
 def _parted(ranks: tuple[RankFacts, ...], values: dict[str, int]) -> tuple[str, ...]:

@@ -37,7 +37,8 @@ def _alone(facts: RunFacts) -> tuple[PreparedParam, ...]:
 def kept_apart(facts: RunFacts) -> set[str]:
     """Parameters of which each rank holds its own: experts that DDP leaves to it, or parts that are cut by hand."""
     told = {name for ddp in facts.ddp for name in ddp.ignored}
-    return (told if told & set(facts.parted) else set()) | set(facts.window.cut if facts.window else ())
+    cut = set(facts.window.cut if facts.window else ())
+    return (told if told & set(facts.parted) else set()) | cut | set(facts.own_sizes)
 
 
 def averages_weights(facts: RunFacts) -> bool:
@@ -84,7 +85,7 @@ def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
     trained = sum(param.requires_grad for param in facts.params)
     if len(alone) == trained:
         what = f"{count(facts.world_size, 'rank')} run, and nothing averages the gradients of the model: no wrapper."
-        yield Hit("model", what)
+        yield Hit("model", what, milder=facts.averages_beside)
     else:
         what = f"Nobody averages {len(alone)} of {count(trained, 'trained parameter')}: {names}."
         fix = "Wrap what is trained once it is complete: everything inside one DDP, or inside the units of FSDP."
@@ -98,6 +99,12 @@ def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
         who = facts.averages_by_hand or _sends(facts)
         what = f"No wrapper averages {count(len(alone), 'trained parameter')}; `{who}` may do so."
         yield Hit("model", what, "" if facts.averages_by_hand else _CUT)
+    if own := [param.name for param in facts.params if param.requires_grad and param.name in facts.own_sizes]:
+        what = (
+            f"Each rank trains {count(len(own), 'parameter')} by itself, in shapes of its own or beside such: "
+            f"{some(own)}. That is right of a part that is a rank's alone, as the head of its own classes."
+        )
+        yield Hit(at(own[0]), what, _OWN_SIZES)
     if facts.window is None or facts.gradients is None:
         return
     if cut := facts.window.cut:
@@ -130,6 +137,8 @@ _CUT = (
     "Nothing, where each rank holds a part, or a stage; else build the model from one seed on every rank, and wrap it "
     "in DistributedDataParallel."
 )
+_OWN_SIZES = "Nothing, where that is meant; else build the model from one config on every rank, and wrap all of it."
+BESIDE = "a model that an optimizer of its own steps, beside one whose gradients are averaged: a rank's own part"
 LEAVE = (
     "Leave no_sync() before the last backward of a window; it stays on where weights are averaged in the place of "
     "gradients, as by accelerate's LocalSGD."
@@ -213,6 +222,7 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.OPTIMIZERS, Need.GRADIENTS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Wrap the model before training: DistributedDataParallel(model), fully_shard(model), accelerator.prepare.",
+        milder=BESIDE,
         source=("pain 22", "torch DistributedDataParallel"),
     ),
     Rule(

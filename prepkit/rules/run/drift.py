@@ -88,11 +88,11 @@ def _ticks(facts: RunFacts) -> Iterator[Hit]:
         if now.horizon and before.ticked <= now.horizon < now.ticked:
             what = f"It is made for {now.horizon} ticks, and was ticked {now.ticked} times: its end is behind it."
             yield Hit("scheduler", what, "Make it for as many ticks as there are steps, or end there.")
-        steps = _steps(now) - _steps(before)
+        steps = max(_steps(now) - _steps(before), now.stretches - before.stretches)
         if steps > 1 and now.ticked - before.ticked >= 2 * steps * each:
             what = f"It was ticked {now.ticked - before.ticked} times in {steps} steps."
             yield Hit("scheduler", what)
-        elif steps == 1 and now.lately[0] >= LOOKS and now.lately[1] >= 2 * now.lately[0] * each:
+        elif _steps(now) - _steps(before) == 1 and now.lately[0] >= LOOKS and now.lately[1] >= 2 * now.lately[0] * each:
             yield Hit("scheduler", f"It was ticked {now.lately[1]} times in {now.lately[0]} steps.")
 
 

@@ -53,7 +53,7 @@ def _pads(facts: RunFacts) -> Iterator[Hit]:
     for one in _forwards(facts):
         if one.padded:
             what = f"What it says of a sample changes with the number of pads behind it in {one.padded}"
-            yield Hit(one.model, f"{what}, and so with the longest sample of its batch.")
+            yield Hit(one.model, f"{what}, and so with the width that its batch is padded to.")
 
 
 def _learns_pads(facts: RunFacts) -> Iterator[Hit]:

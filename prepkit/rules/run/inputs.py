@@ -62,6 +62,12 @@ def _alike(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what}: they teach what one does.")
 
 
+def _lost(facts: RunFacts) -> Iterator[Hit]:
+    for one in _given(facts).lost:
+        what = f"`{one.name}` is set here and, before a sample was read with it, otherwise at {one.other}: both parts"
+        yield Hit(one.line, f"{what} hold one and the same `{one.kind}`, so that each is read with what was set last.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.padding-read",
@@ -134,6 +140,18 @@ RULES: tuple[Rule, ...] = (
         fix="Put copies away: buffer.append(state.copy()), where an environment or a reader writes into one array.",
         severity=Severity.WARNING,
         source=("gymnasium Env.step", "torch.stack"),
+    ),
+    Rule(
+        id="run.transform-shared",
+        summary="What is set of the data set of one part stays until that part is read.",
+        check=_lost,
+        at=(Moment.AUDIT,),
+        fix=(
+            "Give the other part a copy first: val.dataset = copy.copy(val.dataset), and then "
+            "val.dataset.transform = ...; or keep transforms in a data set around each part."
+        ),
+        severity=Severity.WARNING,
+        source=("torch.utils.data.random_split",),
     ),
 )
 """Reporting order."""

@@ -8,7 +8,7 @@ from prepkit.facts.run import RankFacts, RunFacts
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
-from prepkit.rules.run.averaging import averages_weights
+from prepkit.rules.run.averaging import BESIDE, averages_weights
 from prepkit.rules.run.who_steps import foreign
 
 
@@ -25,7 +25,7 @@ def _models(facts: RunFacts) -> Iterator[Hit]:
     sends = bool(facts.sends_by_hand if facts.window is None else facts.window.communicates)
     first = facts.ranks[0].names if facts.ranks else ""  # where ranks send activations, others may hold other stages
     ranks = tuple(rank for rank in facts.ranks if rank.names == first or not sends)
-    if (odd := _odd(ranks, lambda rank: rank.model)) and not pipeline:
+    if (odd := _odd(ranks, lambda rank: rank.model)) and not pipeline and not facts.own_sizes:
         what = f"Names, shapes, dtypes or requires_grad of parameters on {odd} are not those of rank 0."
         yield Hit("model", what)
 
@@ -72,7 +72,7 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
         odd = facts.applied.odd_ranks if facts.applied is not None else ()
         who = f"Beside rank 0, rank {spans(odd)} holds" if odd else "Every rank holds"
         what = f"{who} {count(len(parted), 'tensor')} with values of its own: {some(parted)}."
-        yield Hit(at(parted[0]), what, "" if facts.loop is None else _WRITTEN_ALIKE)
+        yield Hit(at(parted[0]), what, "" if facts.loop is None else _WRITTEN_ALIKE, milder=facts.averages_beside)
 
 
 def _buffers(facts: RunFacts) -> Iterator[Hit]:
@@ -225,6 +225,7 @@ RULES: tuple[Rule, ...] = (
             "Write torch.manual_seed(0) before the model is built, load one checkpoint on every rank, or send rank 0's "
             "values: dist.broadcast(tensor, src=0), or weights=BroadcastWeights() in the config."
         ),
+        milder=BESIDE,
         source=("pain 11", "pain 17", "pain 22"),
     ),
     Rule(

@@ -31,6 +31,13 @@ def _reseeds(facts: RunFacts) -> Iterator[Hit]:
     for line, seed in _values(facts).reseeded:
         what = f"torch.manual_seed({seed}) runs in each step: each draws the same noise, masks and samples as the last."
         yield Hit(line, what)
+    for one in _values(facts).repeated:
+        what = f"It seeds torch with {one.seed} every {one.every} steps, and the steps behind it draw the same noise,"
+        fix = (
+            "Put it, and what draws from it, inside `with torch.random.fork_rng():`, which gives the state back behind"
+        )
+        fix += f" it, or draw there from torch.Generator().manual_seed({one.seed})."
+        yield Hit(one.line, f"{what} masks and samples each time.", fix)
 
 
 def _not_called(facts: RunFacts) -> Iterator[Hit]:
