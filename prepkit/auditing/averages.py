@@ -414,7 +414,9 @@ class StayingIn:
         """A module is called from outside of any other."""
         for shown in [*self._shown.values()] if torch._C._functorch.maybe_current_level() is None else []:
             param = None if shown.written else shown.param()
-            if param is None or not shown.inside.setdefault(module, any(one is param for one in module.parameters())):
+            if param is not None and module not in shown.inside:
+                shown.inside[module] = any(one is param for one in module.parameters())
+            if param is None or not shown.inside[module]:
                 continue
             now = _kept(param)
             if trains:

@@ -113,9 +113,10 @@ class InputCalls:
     _noised: list[_Noised] = field(factory=list)
     _others: dict[tuple[str, str], None] = field(factory=dict)
     _untold: dict[tuple[str, str], None] = field(factory=dict)
-
     _rows: list[tuple[str, str, int]] = field(factory=list)
-    """Calls of models since then: the line, the class, and how many samples were all the same; 0: some were others."""
+    """Calls of models since then whose samples were all the same: the line, the class, and how many."""
+    _differ: bool = False
+    """Whether those of another call were not, of which one is enough."""
     _alike: dict[tuple[str, str, int], None] = field(factory=dict)
 
     @contextmanager
@@ -153,7 +154,10 @@ class InputCalls:
             if lookup.line not in self._padding and (told := _told_alike(lookup, inputs, outputs)) is not None:
                 self._padding[lookup.line] = told
         self._lookups = []
-        self._rows.append((line_of_program(frames_above(__file__)), type(module).__name__, _alike(inputs)))
+        if not self._differ:
+            count = _alike(inputs)
+            self._differ = not count
+            self._rows += [(line_of_program(frames_above(__file__)), type(module).__name__, count)] if count else []
         batch = [one for known in self._batch if (one := known()) is not None]
         if self._sampler and any(_is_same(one, other) for one in inputs for other in batch):
             self._samples = len(batch[0])
@@ -240,10 +244,9 @@ class InputCalls:
             node = getattr(loss, "grad_fn", None)
             if (self._samples or self._draws or self._noised) and node is not None:
                 self._looks(graph(node))
-            if self._rows and all(one[-1] for one in self._rows):
-                self._alike |= dict.fromkeys(self._rows)
+            self._alike |= dict.fromkeys(self._rows if not self._differ else ())
             self._samples, self._draws, self._normal, self._times, self._noised = 0, [], [], [], []
-            self._rows = []
+            self._rows, self._differ = [], False
         return plain(losses, *given, **named)
 
     def _looks(self, every: list[Any]) -> None:
