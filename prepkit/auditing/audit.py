@@ -128,7 +128,7 @@ def with_cut(facts: RunFacts, window: WindowFacts | None) -> RunFacts:
         facts = evolve(facts, gradients=found)
     if window is None or not window.communicates or found is None:
         return evolve(facts, window=window)
-    bare = {param.name: param for param in facts.params if not param.averaged_by}
+    bare = {param.name: param for param in facts.params if set(param.averaged_by) <= {"hook"}}  # which may only scale
     cut = tuple(name for name in facts.parted if name in bare and name in found.parted)
     matrices = [name for name, param in bare.items() if param.matrix and param.requires_grad]
     beside = tuple(
@@ -136,8 +136,10 @@ def with_cut(facts: RunFacts, window: WindowFacts | None) -> RunFacts:
         for name in found.parted
         if name in bare and not bare[name].matrix and name not in cut and _all_beside(name, matrices) <= set(cut)
     )  # as biases, which begin with the same on all ranks
+    cut += beside if cut else ()
+    params = tuple(evolve(one, averaged_by=()) if one.name in cut else one for one in facts.params)
     parted = tuple(name for name in facts.parted if name not in cut)
-    return evolve(facts, parted=parted, window=evolve(window, cut=cut + beside if cut else ()))
+    return evolve(facts, params=params, parted=parted, window=evolve(window, cut=cut))
 
 
 def _all_beside(name: str, matrices: Sequence[str]) -> set[str]:

@@ -209,7 +209,7 @@ class Window:
             misgiven=self.losses.told(),
             alike=tuple(self.forwards.alike),
             given=(self.forwards.given(),),
-            copies=model is not None and optimizer is not None and steps_copies(model, optimizer),
+            copies=optimizer is not None and self._steps_copies(optimizer, model),
             untouched=frozenset(() if hidden else (name for name, param in named.items() if param.grad is None)),
             idle=tuple(self._idle()),
             unheld=tuple(self._unheld(alive, first.keys())),
@@ -242,6 +242,14 @@ class Window:
             steps=steps,
             ticks=ticks,
         )
+
+    def _steps_copies(self, optimizer: Any, model: nn.Module | None) -> bool:
+        """Whether it steps copies of this model's parameters; of any that was called, where it holds none of those."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        called = self.called()
+        loose = not any(id(param) in held for module in called for param in module.parameters())
+        models = [*(called if loose else ()), *([] if model is None else [model])]
+        return any(steps_copies(one, optimizer) for one in models)
 
     def _rooms(self, alive: list[Any], model: nn.Module | None, scheduler: Any, optimizer: Any) -> dict[str, Any]:
         return {

@@ -356,6 +356,13 @@ def norm(facts: ProofFacts, sums: Vector) -> float:
     return sqrt(sum(square_of(one.gram, sums) for one in facts.gradients))
 
 
+def written_norm(facts: ProofFacts) -> float | None:
+    """The norm of all gradients that are stepped, if somebody would write it, as 1 or 0.5; None: it is another."""
+    norm = sqrt(sum(one.squares[0] for one in facts.gradients if one.squares))
+    written = float(f"{norm:.1g}")
+    return written if norm and isclose(norm, written, rel_tol=1e-4) else None
+
+
 def square_of(gram: Sequence[Vector], sums: Vector) -> float:
     """Of the norm of a sum of shares of one gradient."""
     return max(_product(gram, sums, sums), 0.0)
@@ -369,6 +376,16 @@ def distance(one: GradientProof, copy: int, sums: Vector) -> float:
     """Norm of what was recorded less a sum of shares."""
     cross = sum(a * dot for a, dot in zip(sums, one.dots[copy], strict=True))
     return sqrt(max(one.squares[copy] - 2 * cross + square_of(one.gram, sums), 0.0))
+
+
+def along_weight(one: GradientProof, copy: int, sums: Vector, allowed: float) -> float | None:
+    """By what the weight itself was added to a sum of shares, if that is all that is wrong with it; None: it is not."""
+    if not one.weight_square or not one.along or one.numel < 2:  # of one element anything is a multiple
+        return None
+    along = one.along[copy] - sum(a * dot for a, dot in zip(sums, one.weight, strict=True))
+    by, off = along / one.weight_square, distance(one, copy, sums)
+    rest = sqrt(max(off**2 - by**2 * one.weight_square, 0.0))
+    return by if by > 0 and rest <= max(allowed, 1e-3 * off) else None
 
 
 def replicas_apart(one: GradientProof) -> bool:

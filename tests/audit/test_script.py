@@ -536,6 +536,10 @@ for x, y in data:
         param.grad /= world
     optimizer.step()
 """
+HOOKED = EXPERTS.replace("        param.grad /= world", "            param.grad /= world").replace(
+    "optimizer = ",
+    "for param in model.expert.parameters():\n    param.register_hook(lambda grad: grad / world)\noptimizer = ",
+)
 OWNERS = f"""{HAND}
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 owner = {{param: at % world for at, param in enumerate(model.parameters())}}
@@ -590,6 +594,10 @@ for x, y in data:
     dist.all_gather(pieces, piece.data)
     flat.copy_(torch.cat(pieces))
 """
+TAKEN_AWAY = FLAT.replace("(rank + 1) * half])", "(rank + 1) * half].clone())")
+TAKEN_AWAY = TAKEN_AWAY.replace(
+    "    optimizer.step()", "    for param in model.parameters():\n        param.grad = None\n    optimizer.step()"
+)
 OF_TORCH = f"""{HAND}
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 layers = [nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
@@ -628,11 +636,19 @@ RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
     "a stage that steps before it answers": (LATE, "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients"),
     "a layer that is cut": (CUT, "the model calls a collective of its own (c10d::allreduce_, train.py:"),
     "experts": (EXPERTS, "the model calls a collective of its own (c10d::alltoall_base_, train.py:"),
+    "experts whose gradients a hook divides": (
+        HOOKED,
+        "the model calls a collective of its own (c10d::alltoall_base_, train.py:",
+    ),
     "owners of parts": (
         OWNERS,
         "proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain torch",
     ),
     "pieces of a flat buffer": (FLAT, "prove.unproven at proof: an optimizer steps a part of 0.weight, as a piece"),
+    "pieces that are copies, of gradients that are taken away": (
+        TAKEN_AWAY,
+        "prove.unproven at proof: an optimizer has stepped copies of the weights",
+    ),
     "stages of torch's own": (
         OF_TORCH,
         "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: train",
@@ -665,6 +681,11 @@ WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {
     ),
     "layers beside experts that nobody averages": (
         EXPERTS.replace("            dist.all_reduce(param.grad)\n", "            pass\n"),
+        False,
+        "run.not-averaged at model.enter.weight: Nobody averages 4 of 10 trained parameters: `enter.weight`",
+    ),
+    "layers beside experts of a hook that nobody averages": (
+        HOOKED.replace("            dist.all_reduce(param.grad)\n", ""),
         False,
         "run.not-averaged at model.enter.weight: Nobody averages 4 of 10 trained parameters: `enter.weight`",
     ),

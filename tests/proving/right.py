@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import prepkit as pk
@@ -308,6 +309,31 @@ def fsdp2_clipped(rank: int, world: int) -> Window:
         for batch in micros(2):
             (loss_of(model, batch) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def fsdp2_clipped_by_hand_over_all_parts(rank: int, world: int) -> Window:
+    """Shards and a layer that is whole on every rank, by the norm of all of them."""
+    model = net()
+    whole = [*model.blocks[-1].parameters()]
+    fully_shard(model, ignored_params=set(whole))
+    optimizer = adam(model)
+
+    def train() -> None:
+        loss_of(model, next(micros(1))).backward()
+        parts = [param.grad.to_local() for param in model.parameters() if isinstance(param.grad, DTensor)]
+        for param in whole:
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+            param.grad /= world
+        square = torch.stack([part.square().sum() for part in parts]).sum()
+        dist.all_reduce(square)
+        grads = [param.grad for param in whole if param.grad is not None]
+        norm = (square + sum(grad.square().sum() for grad in grads)).sqrt()
+        for part in (*parts, *grads):
+            part.mul_(0.1 / norm)
         optimizer.step()
 
     return Window(model, train)
@@ -615,6 +641,7 @@ RIGHT: tuple[Right, ...] = (
             fsdp2_bfloat16,
             fsdp2_offloaded,
             fsdp2_clipped,
+            fsdp2_clipped_by_hand_over_all_parts,
             fsdp1,
             fsdp1_tied,
             fsdp1_original_params,

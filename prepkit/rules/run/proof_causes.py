@@ -17,6 +17,7 @@ from prepkit.facts.proof import (
     GradientProof,
     ProofFacts,
     Vector,
+    along_weight,
     by_rank,
     by_samples,
     common_weight,
@@ -34,6 +35,7 @@ from prepkit.facts.proof import (
     only,
     replicas_apart,
     square_of,
+    written_norm,
 )
 from prepkit.findings.text import count, spans
 
@@ -44,7 +46,7 @@ MOST_MEANT = 8
 NOTHING = 1e-6
 """Of what a gradient should be, so much is none."""
 LEAST = 2
-"""Elements from which on a difference along the weight is no chance."""
+"""From which weight of a loss on it may be a scale."""
 OF_ITS_PART = "scaled by each rank by a number of its own, as by the norm of the part that it holds"
 NONE_OF = "no gradient of rank "
 UNLIKE = "a sum in which a rank's part has another weight: "
@@ -196,15 +198,15 @@ class _Aim:
                 return evolve(cause, ratio=1.0 if near(ratio, 1.0) else ratio)
         if one.parts and copy == 0 and (scaled := self.scaled_apart((one,), turned=True)):
             return scaled
-        if (by := self.decayed(one, copy, allowed)) is not None:
+        if (by := along_weight(one, copy, sums, allowed)) is not None:
             return Cause("prove.decay", f"{by / self.clipping:.2g} x the weights")
         return None if one.name in (*self.facts.outside, *self.facts.unreached) else self._turned(one, copy, sums)
 
     def _is_meant(self, found: Cause, one: GradientProof, ratio: float) -> bool:
-        """Whether it is a limit: a loss over the weight itself, or sums divided by what nobody knows."""
+        """Whether it is a limit: a loss over the weight, sums divided by what nobody knows, a norm of its own."""
         beside = found.rule == "prove.ratio" and one.name in self.facts.outside
-        sums = all(share.total for share in self.facts.shares)
-        return beside or (sums and found.why.startswith(NO_NUMBER) and self.all_by(ratio))
+        alike = found.why.startswith(NO_NUMBER) and self.all_by(ratio)
+        return beside or (alike and (all(share.total for share in self.facts.shares) or self.cut_to() is not None))
 
     def _turned(self, one: GradientProof, copy: int, sums: Vector) -> Cause | None:
         """Of a gradient in another direction; None: that is told as a limit."""
@@ -231,6 +233,12 @@ class _Aim:
         plain = evolve(self, sums=tuple(a / self.clipping for a in self.sums), clipping=1.0)
         left = [plain.cause(before, copy) for before in one.before for copy in range(len(before.dots))]
         return bool(left) and not any(left) and not self.facts.cleared
+
+    def cut_to(self) -> float | None:
+        """The norm to which the program has scaled all gradients, as nobody would find it by chance; None: to none."""
+        most = max((one for one in self.facts.gradients if one.dots), key=lambda one: one.squares[0], default=None)
+        ratio = 1.0 if most is None else fitted(most, 0, self.sums)
+        return None if near(ratio, 1.0) or not self.all_by(ratio) else written_norm(self.facts)
 
     def all_weigh_one(self) -> bool:
         """Whether every gradient is such a multiple of its mean over ranks that all samples together weigh one."""
@@ -272,15 +280,6 @@ class _Aim:
             return Cause("prove.no-gradient", f"zeros in the part of rank {spans(none)}")
         said = ", ".join(f"{ratio:.4g} x on rank {rank}" for rank, ratio in sorted(ratios.items())[:4])
         return Cause("prove.clipped-scaled", f"{OF_ITS_PART}: {said}")
-
-    def decayed(self, one: GradientProof, copy: int, allowed: float) -> float | None:
-        """By what the weight itself was added to its gradient, if that is all that is wrong with it."""
-        if not one.weight_square or not one.along or one.numel < LEAST:
-            return None
-        along = one.along[copy] - sum(a * dot for a, dot in zip(self.sums, one.weight, strict=True))
-        by, off = along / one.weight_square, distance(one, copy, self.sums)
-        rest = sqrt(max(off**2 - by**2 * one.weight_square, 0.0))
-        return by if by > 0 and rest <= max(allowed, 1e-3 * off) else None
 
 
 def _whole(facts: ProofFacts) -> float:

@@ -177,9 +177,11 @@ def written(facts: ProofFacts) -> Iterator[str]:
 
     That is a rule of its own (noise, signs), of which nobody can say that it is wrong.
     """
-    if not any(one.before for one in facts.gradients):
+    if not facts.gradients:
         return
     told, aim = {name for _, names in causes(facts) for name in names}, aim_of(facts)
+    if not told and (norm := aim.cut_to()) is not None:
+        yield f"the program has scaled all gradients to a norm of {norm:g}: taken for a clip of its own"
     changed = [one.name for one in facts.gradients if one.name not in told and aim.as_left(one)]
     if changed:
         where = " alike on all ranks" if facts.world > 1 else ""
