@@ -153,9 +153,7 @@ class ScriptLooks:
         self._taken_over = told.get("phases", PhaseFacts(taken_over=self._taken_over)).taken_over
         if any(one.rule == NOTHING for one in self.found.findings):
             told = {**told, "unled": ()}
-        if any(told.values()):
-            facts = RunFacts(window=WindowFacts(**told))
-            self._adds(findings_of((by_id()[f"run.{name}"] for name in LATER), facts))
+        self._adds(heard_behind(told))
 
     def ended(self, why: str) -> ScriptEnded:
         """What is raised where the script does not come so far."""
@@ -186,6 +184,29 @@ class ScriptLooks:
         if self.found is not None and (self.arrivals.alone or self.steps > 1):
             self.found = everywhere(self.found)
         raise FirstStep
+
+
+def heard_behind(told: dict[str, Any]) -> tuple[Finding, ...]:
+    """What is wrong with what a window has heard before a step behind the first."""
+    rules = [by_id()[f"run.{name}"] for name in LATER] if any(told.values()) else []
+    return findings_of(rules, RunFacts(window=WindowFacts(**told)))
+
+
+@define(eq=False)
+class HeardBehind:
+    """The same of all steps behind the first, each once."""
+
+    found: dict[tuple[str, str], Finding] = field(factory=dict)
+
+    def later(self, told: dict[str, Any]) -> None:
+        """As of ``ScriptLooks``."""
+        for one in heard_behind(told):
+            self.found.setdefault((one.rule, one.where), evolve(one, what=f"Behind the first step: {one.what}"))
+
+    def beside(self, found: Audit) -> tuple[Finding, ...]:
+        """Those that the audit of the first step has not told."""
+        known = {(one.rule, one.where) for one in found.findings}
+        return tuple(one for key, one in self.found.items() if key not in known)
 
 
 PUT_AROUND: weakref.WeakSet[nn.Module] = weakref.WeakSet()

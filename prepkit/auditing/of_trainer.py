@@ -36,25 +36,42 @@ COUNT = "num_items_in_batch"
 """Argument by which a Trainer hands the tokens of all micro-batches of a step to a loss, which it then divides by."""
 
 
-def undivided_loss() -> tuple[str, int]:
-    """The line of a ``compute_loss`` that leaves its count alone, and of how many micro-batches the sum is stepped.
+def undivided_loss() -> tuple[str, str, int]:
+    """A ``compute_loss`` or ``forward`` that leaves its count alone, its line, and by what its losses are too large.
 
-    Such a Trainer divides nothing where its model takes the count. Empty: it does, or there is none.
+    A Trainer whose model takes the count divides nothing by micro-batches, and multiplies by the ranks what its own
+    ``compute_loss`` gives. Empty: the program's code counts, or there is none.
     """
     trainer = _trainer()
-    micros = getattr(getattr(trainer, "args", None), "gradient_accumulation_steps", 1)
     counts = getattr(trainer, "model_accepts_loss_kwargs", False) and trainer.compute_loss_func is None
     divides = getattr(trainer, "loss_is_scaled_for_ga", None) is False
-    counted = any(one.f_locals.get(COUNT) is not None for one in frames_above(__file__))
-    if micros < 2 or not counts or divides or not counted:
-        return "", 0
+    if not counts or divides or not any(one.f_locals.get(COUNT) is not None for one in frames_above(__file__)):
+        return "", "", 0
+    micros, asks_model = trainer.args.gradient_accumulation_steps, True
     for file, node in _bodies(type(trainer).compute_loss):
-        names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-        names |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
-        others = {COUNT, "super", node.args.kwarg.arg if node.args.kwarg else ""}
-        if not others & names and not any("accumulation" in one for one in names):
-            return f"{file.rpartition('/')[2]}:{node.lineno}", micros
-    return "", 0
+        asks_model = "super" in _names(node)
+        if not asks_model and micros > 1 and not _counts(node):
+            return "compute_loss", f"{file.rpartition('/')[2]}:{node.lineno}", micros
+    by = micros * (trainer.args.world_size if getattr(trainer.args, "average_tokens_across_devices", False) else 1)
+    inside = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of peft's wrapper
+    for file, node in _bodies(type(inside).forward) if asks_model and by > 1 else ():
+        if not _counts(node):
+            return "forward", f"{file.rpartition('/')[2]}:{node.lineno}", by
+    return "", "", 0
+
+
+def _names(node: ast.AST) -> set[str]:
+    every = [*ast.walk(node)]
+    return {one.id for one in every if isinstance(one, ast.Name)} | {
+        one.attr for one in every if isinstance(one, ast.Attribute)
+    }
+
+
+def _counts(node: ast.FunctionDef) -> bool:
+    """Return whether it does something with the count, or with what else it is given, or divides by itself."""
+    given = {COUNT, node.args.kwarg.arg if node.args.kwarg else COUNT}
+    names = _names(node)
+    return bool(given & names) or any("accumulation" in one for one in names)
 
 
 def _trainer() -> Any:

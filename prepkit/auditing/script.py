@@ -120,22 +120,25 @@ def audited_at_first_step(
     arrivals: Arrivals,
     others: ScriptLooks | None = None,
     alone: Callable[[], None] = lambda: None,  # the default of an argument
+    later: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[None]:
     """Hands on the audit of what is alive when the first optimizer inside is about to step. Collective there.
 
     ``others``: takes that of every other optimizer, before its first step, and stale gradients of later steps. Where
     the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and hands
     on its own. ``alone``: is called at each step of what this rank trains by itself, while the others wait for it
-    before they train; it is not looked at. Raises ``RanksApart`` where not every rank comes.
+    before they train; it is not looked at. ``later``: takes what was heard before each step behind the first, where no
+    ``others`` do. Raises ``RanksApart`` where not every rank comes.
     """
+    later = later if others is None else others.later
     window, earlier, stepped, apart = Window(arrivals=arrivals), Earlier(), dict[int, Any](), list[None]()
 
     def begins(optimizer: Any, arguments: Any, named: Any) -> Any:
         if not stepped and arrivals.others_rest(PLACE):
             apart.append(None)
             return behind_closure(arguments, named, alone)
-        if stepped and others is not None:
-            others.later(window.told())
+        if stepped and later is not None:
+            later(window.told())
         if id(optimizer) in stepped or (stepped and others is None) or len(stepped) >= 8:  # one for each step
             return None
         first, window.loads.stepped = not stepped, True
@@ -157,8 +160,9 @@ def audited_at_first_step(
         try:
             yield
             if stepped and others is not None:
-                last = {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
-                others.later(last)  # behind the last step
+                others.later(
+                    {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
+                )  # behind the last step
             if apart and not stepped:
                 own = f"Rank {world().rank} has made {len(apart):,} steps"
                 arrivals.parts(f"{own} while no other rank had called a model, and none has stepped with it")

@@ -20,7 +20,8 @@ class LibraryFacts:
     """Where models of peft stand that train inside of something, and of whose adapters none does."""
     dropped: tuple[tuple[str, str], ...] = ()
     """Lines that read a column of the data set which the Trainer of transformers leaves out, and the column."""
-    undivided: tuple[str, int] = ("", 0)
-    """The line of a ``compute_loss`` whose losses nobody divides by the micro-batches of a step, and their number."""
+    undivided: tuple[str, str, int] = ("", "", 0)
+    """What gives a loss that no Trainer divides (``compute_loss``, ``forward``), its line, and by what it is too
+    large."""
     raw_pixels: tuple[tuple[str, float], ...] = ()
     """First convolutions that are given whole numbers up to 255, and the largest of them."""

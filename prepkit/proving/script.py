@@ -17,7 +17,7 @@ from attrs import evolve
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from prepkit.auditing.looks import ScriptEnded, everywhere
+from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import as_main, audited_at_first_step, told
 from prepkit.facts.proof import ProofFacts
@@ -49,6 +49,7 @@ WAITING = "DDP waits for gradients that never came, as the audit says, and has a
 SAID = {
     "run.not-averaged": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper"),
     "run.averaged-over-part": ("prove.part-of-ranks",),
+    "run.others-gradients": ("prove.left-over",),
     "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper", "prove.direction"),
 }
 """Rules of an audit, which looks at what stands there, to those of a proof that tell the same from gradients."""
@@ -107,10 +108,12 @@ def prove_script(
             raise WindowDone
 
     steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals(gives_up)
+    behind = HeardBehind()
     recorder = Recorder(when_done=end, agrees=_in_turn(arrivals), traces=keep is not None, lingers=True)
     hook = register_optimizer_step_post_hook(counted)
     try:
-        with recorder.on(), audited_at_first_step(looked, arrivals, alone=partial(_forget, recorder, steps)):
+        alone = partial(_forget, recorder, steps)
+        with recorder.on(), audited_at_first_step(looked, arrivals, alone=alone, later=behind.later):
             _run(script, arguments, arrivals)
         arrivals.meet(AT_END, last=True)
         arrivals.meet("the proof", last=True)
@@ -127,7 +130,8 @@ def prove_script(
         hook.remove()
     if proof is not None and seen:
         found = everywhere(seen[0]) if arrivals.alone else seen[0]
-        proof = evolve(proof, audit=evolve(found, findings=tuple(untold(found.findings, proof.findings))))
+        told = untold((*found.findings, *behind.beside(found)), proof.findings)
+        proof = evolve(proof, audit=evolve(found, findings=tuple(told)))
     arrivals.lets_go()
     return proof
 

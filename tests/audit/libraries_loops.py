@@ -185,6 +185,51 @@ def smoothed(*, by_count: bool, micros: int = 2) -> None:
     (Counts if by_count else Smooths)(model=llama(), args=given, train_dataset=text).train()
 
 
+def tagged(*, counts: bool, micros: int = 2, smooths: bool = False) -> None:
+    """A model of the program's own that is given the count; ``smooths``: by a Trainer that hands its loss on."""
+    from transformers import Trainer, TrainingArguments
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+        def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+            return {"loss": fn.cross_entropy(self.head(self.enter(input_ids)).flatten(0, 1), labels.flatten())}
+
+    class Counting(Tagger):
+        def forward(self, input_ids: Tensor, labels: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+            logits = self.head(self.enter(input_ids)).flatten(0, 1)
+            loss = fn.cross_entropy(logits, labels.flatten(), reduction="sum")
+            return {"loss": loss / kwargs.get("num_items_in_batch", labels.numel())}
+
+    class Adds(Trainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            return super().compute_loss(*given, **named) + 0.0
+
+    text = [{"input_ids": list(range(at, at + 8)), "labels": list(range(at + 8, at, -1))} for at in range(16)]
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    given = TrainingArguments("out", gradient_accumulation_steps=micros, **quiet)
+    model = Counting() if counts else Tagger()
+    (Adds if smooths else Trainer)(model=model, args=given, train_dataset=text).train()
+
+
+def the_model_divides_nothing(rank: int, world: int) -> None:
+    tagged(counts=False)
+
+
+def the_model_divides_nothing_for_a_trainer_of_its_own(rank: int, world: int) -> None:
+    tagged(counts=False, smooths=True)
+
+
+def the_model_divides(rank: int, world: int) -> None:
+    tagged(counts=True)
+
+
+def the_model_divides_nothing_of_one_micro_batch(rank: int, world: int) -> None:
+    tagged(counts=False, micros=1)
+
+
 def nobody_divides(rank: int, world: int) -> None:
     smoothed(by_count=False)
 
@@ -243,12 +288,15 @@ WRONG_ASKED: tuple[Loop, ...] = (
     Loop(called_past_autocast, "accelerate", rule="run.autocast-unused"),
     Loop(weights_left_out, "transformers", rule="run.column-dropped"),
     Loop(nobody_divides, "transformers", rule="run.trainer-undivided"),
+    Loop(the_model_divides_nothing, "transformers", rule="run.trainer-undivided"),
+    Loop(the_model_divides_nothing_for_a_trainer_of_its_own, "transformers", rule="run.trainer-undivided"),
     Loop(pixels_as_they_are, rule="run.pixels-raw"),
 )
 RIGHT_ASKED: tuple[Loop, ...] = (
     *(Loop(run, "deepspeed", 2) for run in (clipped_by_the_engine, engine_stepped_behind_two_losses)),
     Loop(clipped_one_model_before_its_turn),
     *(Loop(run, "transformers") for run in (divided_by_the_count, one_micro_batch)),
+    *(Loop(run, "transformers") for run in (the_model_divides, the_model_divides_nothing_of_one_micro_batch)),
     *(Loop(run, "transformers") for run in (weights_kept, weights_made_by_the_collator)),
     *(Loop(run) for run in (pixels_scaled, pixels_scaled_inside, pixels_under_a_norm)),
     *(Loop(run, "accelerate") for run in (called_under_autocast, called_as_prepared, called_in_full_precision)),

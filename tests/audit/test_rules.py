@@ -144,7 +144,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.engine-gated": told(gated=("train.py:31", 16, 4)),
     "run.autocast-unused": told(uncast="bf16"),
     "run.adapters-frozen": told(frozen_adapters=("Classifier.body",)),
-    "run.trainer-undivided": told(undivided=("train.py:31", 8)),
+    "run.trainer-undivided": told(undivided=("forward", "train.py:31", 8)),
     "run.column-dropped": told(dropped=(("train.py:31", "weight"),)),
     "run.pixels-raw": told(raw_pixels=(("Net.enter", 255.0),)),
     "run.view-permutes": computed(permuted=(SCRAMBLED, evolve(SCRAMBLED, before=(4, 3), after=(3, 4), order=(1, 0)))),

@@ -475,6 +475,23 @@ def test_each_of_two_models_has_a_proof_of_its_own(tmp_path: Path) -> None:
     assert all(one.where.startswith("Sequential: ") for one in proof.failed)
 
 
+def test_gradients_of_a_loss_that_another_optimizer_has_stepped_are_told(tmp_path: Path) -> None:
+    """The sum of both is no gradient of a wrong size: the audit beside the proof hears whose loss it was."""
+    wrong = (
+        RIGHT["a generator and its critic"]
+        .replace("fake.detach()", "fake")
+        .replace("(-critic(fake", "(-critic(model(x)")
+    )
+    wrong = wrong.replace("    optimizer.zero_grad()\n", "").replace(
+        "    second.zero", "    optimizer.zero_grad()\n    second.zero"
+    )
+    proof = proved(tmp_path, wrong)
+    assert proof is not None
+    assert proof.audit is not None
+    assert [one.rule for one in proof.audit.findings] == ["run.others-gradients"]
+    assert "Behind the first step: They hold those of the backward at train.py:" in str(proof.audit)
+
+
 def test_a_model_that_does_not_step_for_long_is_named(tmp_path: Path) -> None:
     """The critic's window waits for it, and no longer than for so many steps."""
     text = """

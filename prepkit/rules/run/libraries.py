@@ -50,10 +50,10 @@ def _is_raw(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _divides_nothing(facts: RunFacts) -> Iterator[Hit]:
-    line, micros = _asked(facts).undivided
+    name, line, by = _asked(facts).undivided
     if line:
-        what = "compute_loss gives a mean of each micro-batch and leaves num_items_in_batch alone, and the Trainer adds"
-        yield Hit(line, f"{what} {micros} of them up without a division: steps are {micros} x as large as meant.")
+        what = f"{name} gives a mean of each micro-batch and leaves num_items_in_batch alone, and the Trainer divides"
+        yield Hit(line, f"{what} nothing where it may be given one: steps are {by} x as large as meant.")
 
 
 RULES: tuple[Rule, ...] = (
