@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count
@@ -20,6 +19,7 @@ from prepkit.auditing.window import goes_backward
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
+from prepkit.objects.alive import alive
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, local_sgd, sends_by_hand
 from prepkit.observe.prepared.averaging import left_waiting
@@ -95,7 +95,7 @@ def _averages_beside(facts: RunFacts, model: nn.Module) -> bool:
     if any(param.averaged_by for param in facts.params):
         return False
     mine = {id(param) for param in model.parameters()}
-    wrappers = (one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel | FSDPModule))
+    wrappers = alive(DistributedDataParallel, FSDPModule)
     return any(mine.isdisjoint(map(id, one.parameters())) for one in wrappers)
 
 

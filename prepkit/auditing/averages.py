@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from prepkit.facts.copies import RoundedAway, StandsStill, StaysIn
+from prepkit.objects.alive import alive, alive_of
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import Line, frames_above, is_of_library, line_of_program
 from prepkit.observe.prepared.fabric import module_of
@@ -100,8 +101,7 @@ class StillNorms:
     def _begins(self, *_: Any) -> None:
         self._steps += 1
         if self._steps == SECOND and not torch.compiler.is_compiling():
-            modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
-            for one in [one for one in modules if _has_norm(one)][:MOST_NORMS]:
+            for one in [one for one in alive(nn.Module) if _has_norm(one)][:MOST_NORMS]:
                 self._before[one] = _stand(one)
 
     @torch.no_grad()
@@ -351,7 +351,7 @@ def _low(one: Any) -> Tensor | None:
 def _is_stepped(end: Tensor) -> bool:
     """Return whether these are the numbers of a weight that an optimizer steps."""
     here = _kept(end)
-    optimizers = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    optimizers = alive(torch.optim.Optimizer)
     params = (param for one in optimizers for group in one.param_groups for param in group["params"])
     alike = (one for one in params if one.shape == end.shape and _is_plain(one) and one.device == end.device)
     return any(torch.equal(_kept(one).to(here.dtype), here) for one in alike)
@@ -469,7 +469,7 @@ def _held(held: Any, key: Any, was: Tensor) -> Tensor | None:
 
 def _holders(param: Tensor, some: Tensor) -> Iterator[tuple[Any, Any, Tensor]]:
     """Yield dicts and lists that hold other tensors with these numbers."""
-    tensors = (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter))
+    tensors = alive_of((Tensor, nn.Parameter).__contains__)
     alike = (one for one in tensors if one is not param and one.shape == param.shape and one.device == param.device)
     for one in [one for one in alike if _is_plain(one) and torch.equal(_kept(one).to(some.dtype), some)][:MOST_HOLDERS]:
         for held in gc.get_referrers(one):

@@ -12,7 +12,7 @@ import torch
 from attrs import define, field
 from torch import nn
 
-from prepkit.observe.prepared.around import known, nodes, own_frames, parsed, texts_of_program
+from prepkit.observe.prepared.around import known, nodes_of, own_frames, parsed, texts_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.optimizers import inner
 
@@ -57,7 +57,7 @@ class HeardLoads:
 
 def _goes_on() -> bool:
     """Return whether the program reads how far a checkpoint is: ``checkpoint["epoch"]``."""
-    return any(_is_count(one) for file in texts_of_program() for one in nodes(parsed(file)))
+    return any(_is_count(one) for file in texts_of_program() for one in nodes_of(parsed(file), ast.Subscript, ast.Call))
 
 
 def _is_count(node: ast.AST) -> bool:
@@ -76,7 +76,7 @@ def kept_alive() -> Iterator[tuple[str, str]]:
     """
     for frame in own_frames():
         tree = parsed(frame.f_code.co_filename)
-        around = (one for one in nodes(tree) if isinstance(one, ast.For | ast.While) and _spans(one, frame.f_lineno))
+        around = (one for one in nodes_of(tree, ast.For, ast.While) if _spans(one, frame.f_lineno))
         loaded = [*_loads_of(tree)]
         for loop in around:
             for name, owner, line in _kept(loop):
@@ -93,7 +93,7 @@ def _spans(loop: ast.stmt, line: int) -> bool:
 
 def _loads_of(tree: ast.AST) -> Iterator[tuple[str, str, int]]:
     """Yield the owner, the argument and the line of every ``owner.load_state_dict(argument)``."""
-    for one in nodes(tree):
+    for one in nodes_of(tree, ast.Call):
         match one:
             case ast.Call(func=ast.Attribute(value=owner, attr="load_state_dict"), args=[what, *_]):
                 yield ast.unparse(owner), ast.unparse(what), one.lineno
@@ -114,7 +114,7 @@ def _kept(loop: ast.For | ast.While) -> Iterator[tuple[str, ast.expr, int]]:
 
 def _written(tree: ast.AST, name: str) -> bool:
     """Return whether entries of it are written, or it is copied somewhere."""
-    for one in nodes(tree):
+    for one in nodes_of(tree, ast.Subscript, ast.Call):
         if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == name:
             return True
         if isinstance(one, ast.Call) and "copy" in ast.unparse(one.func) and name in map(ast.unparse, one.args):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from prepkit.auditing.averages import InPlace, StayingIn, StillNorms
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.values import Following
+from prepkit.objects.alive import alive
 from prepkit.objects.names import named_parameters
 
 MOST_ASKED = 64
@@ -174,7 +174,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 def _alive() -> list[Tensor]:
     """Every tensor that there is, but for weights that have no shape yet."""
-    return [one for one in gc.get_objects() if issubclass(type(one), Tensor) and not is_lazy(one)]
+    return [one for one in alive(Tensor) if not is_lazy(one)]
 
 
 def _copies(param: Tensor, now: Tensor) -> list[Copy]:

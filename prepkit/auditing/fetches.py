@@ -36,7 +36,7 @@ from prepkit.observe.prepared.around import (
     known,
     line_of_program,
     name_of,
-    nodes,
+    nodes_of,
     parsed,
 )
 from prepkit.observe.prepared.instead import around_calls
@@ -408,7 +408,7 @@ def _is_of(frame: FrameType, data: Any) -> bool:
 
 def _holder(frame: FrameType, data: Any, name: str) -> Any:
     """The outermost part or loader through which a line sets this of a data set; None: it names the data set itself."""
-    for node in nodes(parsed(frame.f_code.co_filename)):
+    for node in nodes_of(parsed(frame.f_code.co_filename), ast.Attribute, ast.Call):
         match node:
             case ast.Attribute(said, attribute, ast.Store()) if attribute == name:
                 pass

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.auditing.running import alive
+from prepkit.objects.alive import alive
 
 MOST = 1 << 20
 """Samples of a data set whose classes are read."""

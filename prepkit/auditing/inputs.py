@@ -24,7 +24,7 @@ from prepkit.auditing.fetches import Fetches, SharedSettings
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
-from prepkit.observe.prepared.around import frames_above, line_of_program, nodes, own_frames, parsed
+from prepkit.observe.prepared.around import frames_above, line_of_program, nodes_of, own_frames, parsed
 from prepkit.observe.prepared.around import name_of as called_as
 from prepkit.observe.prepared.instead import around_calls
 
@@ -345,7 +345,7 @@ def _has_order(one: Any, samples: int) -> bool:
 def _line_of(function: str) -> str:
     """The only line of the program that calls it; else the line that goes backward."""
     files = dict.fromkeys(one.f_code.co_filename for one in own_frames())
-    calls = [(file, one) for file in files for one in nodes(parsed(file)) if isinstance(one, ast.Call)]
+    calls = [(file, one) for file in files for one in nodes_of(parsed(file), ast.Call)]
     lines = {f"{Path(file).name}:{one.lineno}" for file, one in calls if called_as(one) == function}
     return lines.pop() if len(lines) == 1 else line_of_program(frames_above(__file__))
 

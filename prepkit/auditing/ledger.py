@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from prepkit.auditing.course import SAMPLED, memory_of
-from prepkit.auditing.running import alive
+from prepkit.objects.alive import alive
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import (
     Line,

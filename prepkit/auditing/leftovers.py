@@ -14,7 +14,7 @@ from torch import Size, Tensor
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.term_texts import Text
 from prepkit.facts.terms import Dropped, HalfMixed
-from prepkit.observe.prepared.around import innermost, is_foreign, known, name_of, nodes, parsed
+from prepkit.observe.prepared.around import innermost, is_foreign, known, name_of, nodes_of, parsed
 
 Graph = Callable[[Any], list[Any]]
 MOST_SAMPLES = 1 << 16
@@ -42,7 +42,7 @@ _SUMS |= SHAPES
 def dropped(text: Text, loss: Any, trained: set[int], graph: Graph) -> Iterator[Dropped]:
     """Yield what was computed from what trains for this loss, as it seems, which does not contain it."""
     begin, line = _span(text)
-    if any(isinstance(one, ast.Call) and name_of(one) in ("locals", "vars", "eval") for one in nodes_of(text)):
+    if any(isinstance(one, ast.Call) and name_of(one) in ("locals", "vars", "eval") for one in parts_of(text)):
         return
     inside = set(graph(loss.grad_fn))
     shapes = sorted(tuple(one.variable.shape) for one in inside if id(getattr(one, "variable", None)) in trained)
@@ -61,7 +61,7 @@ def dropped(text: Text, loss: Any, trained: set[int], graph: Graph) -> Iterator[
                     yield Dropped(line=text.line(made), name=name, shape=(), weights=len(each))
 
 
-def nodes_of(text: Text) -> Iterator[ast.AST]:
+def parts_of(text: Text) -> Iterator[ast.AST]:
     """All nodes of the function that goes backward."""
     return ast.walk(text.body)
 
@@ -74,8 +74,8 @@ def _span(text: Text) -> tuple[int, int]:
 
 def _bound(text: Text, begin: int, line: int) -> Iterator[tuple[str, ast.Assign]]:
     """Yield the names that are bound between these lines, each with the last statement that binds it."""
-    whole = {name for one in nodes_of(text) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
-    assigned = [one for one in nodes_of(text) if isinstance(one, ast.Assign) and begin <= one.lineno <= line]
+    whole = {name for one in parts_of(text) if isinstance(one, ast.Global | ast.Nonlocal) for name in one.names}
+    assigned = [one for one in parts_of(text) if isinstance(one, ast.Assign) and begin <= one.lineno <= line]
     last: dict[str, ast.Assign] = {}
     for one in sorted(assigned, key=lambda one: one.lineno):
         last |= dict.fromkeys(_stored(one), one)
@@ -93,13 +93,13 @@ def _loaded(node: ast.AST) -> list[str]:
 def _reads(text: Text, name: str, behind: int = 0) -> bool:
     """Return whether the function reads a name behind a line, or one inside it does."""
     functions = (
-        one for one in nodes_of(text) if isinstance(one, ast.FunctionDef | ast.Lambda) and one is not text.body
+        one for one in parts_of(text) if isinstance(one, ast.FunctionDef | ast.Lambda) and one is not text.body
     )
     if any(name in _loaded(one) for one in functions):
         return True
-    loads = (one for one in nodes_of(text) if isinstance(one, ast.Name) and one.id == name)
+    loads = (one for one in parts_of(text) if isinstance(one, ast.Name) and one.id == name)
     return any(isinstance(one.ctx, ast.Load) and one.lineno > behind for one in loads) or any(
-        isinstance(one, ast.AugAssign) and name in _stored(one.target) and one.lineno > behind for one in nodes_of(text)
+        isinstance(one, ast.AugAssign) and name in _stored(one.target) and one.lineno > behind for one in parts_of(text)
     )
 
 
@@ -180,7 +180,7 @@ class Mix:
 def half_mixed(text: Text) -> Iterator[HalfMixed]:
     """Yield the lines that mix samples whose labels stand in the loss as they were."""
     begin, line = _span(text)
-    statements = [one for one in nodes_of(text) if isinstance(one, ast.Assign) and begin <= one.lineno <= line]
+    statements = [one for one in parts_of(text) if isinstance(one, ast.Assign) and begin <= one.lineno <= line]
     behind = _behind(text)
     for one in statements:
         found = _inline(text, one) or _by_function(text, one)
@@ -362,7 +362,7 @@ def _function(text: Text, call: ast.Call) -> ast.FunctionDef | None:
     if not isinstance(value, FunctionType) or is_foreign(value.__code__.co_filename):
         return None
     place = (value.__code__.co_name, value.__code__.co_firstlineno)
-    found = (one for one in nodes(parsed(value.__code__.co_filename)) if isinstance(one, ast.FunctionDef))
+    found = nodes_of(parsed(value.__code__.co_filename), ast.FunctionDef)
     return next((one for one in found if (one.name, _first_line(one)) == place), None)
 
 

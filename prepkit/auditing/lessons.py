@@ -24,7 +24,7 @@ from prepkit.observe.prepared.around import (
     is_of_library,
     known,
     line_of_program,
-    nodes,
+    nodes_of,
     parsed,
     reads_gradients,
 )
@@ -347,7 +347,7 @@ def _skips(frames: list[FrameType]) -> Iterator[tuple[str, str, int]]:
 def _loops_around(frame: FrameType) -> list[ast.For | ast.AsyncFor | ast.While]:
     """The loops around the line that a frame runs, of its own function, the innermost first."""
     code, line = frame.f_code, frame.f_lineno
-    every = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    every = nodes_of(parsed(code.co_filename), ast.For, ast.AsyncFor, ast.While)
     around = [one for one in every if code.co_firstlineno <= one.lineno <= line <= (one.end_lineno or 0)]
     return sorted(around, key=lambda one: -one.lineno)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -23,6 +22,7 @@ from prepkit.facts.phases import PhaseFacts
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding, Severity
+from prepkit.objects.alive import alive_of
 from prepkit.observe.prepared.optimizers import inner
 from prepkit.ranks.arrivals import Arrivals
 from prepkit.ranks.world import world
@@ -261,7 +261,7 @@ def is_of_a_loop(cls: type) -> bool:
 
 def alive_now() -> list[Any]:
     """Everything alive that a loop has."""
-    return [thing for thing in gc.get_objects() if is_of_a_loop(type(thing))]  # type: ignore[arg-type]
+    return alive_of(is_of_a_loop)
 
 
 class Earlier:

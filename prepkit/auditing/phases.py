@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.running import alive
 from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
+from prepkit.objects.alive import alive
 from prepkit.objects.local_part import local
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import Line, frames_above, line_of_program, lines_of_program, loops_have

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import Counter, deque
@@ -30,6 +29,7 @@ from prepkit.auditing.course import (
 from prepkit.facts.run import RunFacts, RunningFacts, RunningParam, Unlike
 from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding
+from prepkit.objects.alive import alive
 from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
@@ -348,11 +348,6 @@ HANG_ON = (
 def _homes(hooks: dict[Any, Any]) -> Iterator[str]:
     homes = (str(getattr(getattr(hook, "func", hook), "__module__", "")) for hook in hooks.values())
     return (home for home in homes if home.startswith(HANG_ON))
-
-
-def alive(kind: type) -> list[Any]:
-    """Every object of a class that there is. Takes some milliseconds."""
-    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 def taken_over(scheduler: Any) -> bool:

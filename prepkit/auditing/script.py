@@ -43,6 +43,7 @@ from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
+from prepkit.objects.alive import alive
 from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.averaging import left_waiting
@@ -173,9 +174,9 @@ def audited_at_first_step(
 def _awaited(optimizer: Any) -> tuple[nn.Parameter, ...]:
     """What DDP waits for on this rank before it has averaged what the optimizer is about to step."""
     held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    wrappers = alive(DistributedDataParallel) if world().carries_data else []
     mine = [one for one in wrappers if any(id(param) in held for param in one.parameters())]
-    return tuple(param for one in mine for param in left_waiting(one)) if world().carries_data else ()
+    return tuple(param for one in mine for param in left_waiting(one))
 
 
 def _together(arrivals: Arrivals, awaited: Sequence[nn.Parameter]) -> bool:

@@ -11,7 +11,7 @@ from types import FrameType
 
 from torch import Tensor
 
-from prepkit.observe.prepared.around import name_of, nodes, parsed
+from prepkit.observe.prepared.around import name_of, nodes_of, parsed
 
 MOST_DIMS = 6
 """Of tensors with more nothing is told."""
@@ -82,7 +82,7 @@ def _given(call: ast.Call) -> Iterable[ast.AST]:
 
 def call_at(frame: FrameType, names: Iterable[str]) -> ast.Call | None:
     """The call of one of these names where a frame stands; None: there are several, or none."""
-    lines = (one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call))
+    lines = nodes_of(parsed(frame.f_code.co_filename), ast.Call)
     here = [one for one in lines if one.lineno <= frame.f_lineno <= (one.end_lineno or 0) and name_of(one) in names]
     return here[0] if len(here) == 1 else None
 

@@ -26,7 +26,7 @@ from prepkit.observe.prepared.around import (
     is_of_library,
     line_of_program,
     name_of,
-    nodes,
+    nodes_of,
     parsed,
     texts_of_program,
 )
@@ -331,11 +331,11 @@ def _says_count(frames: list[FrameType]) -> bool:
     frame = next((one for one in frames if not is_of_library(one)), None)
     if frame is None:
         return False
-    calls = [one for file in texts_of_program() for one in nodes(parsed(file)) if isinstance(one, ast.Call)]
+    calls = [one for file in texts_of_program() for one in nodes_of(parsed(file), ast.Call)]
     given = [key.value for one in calls for key in one.keywords if key.arg in (*COUNTS, "num_steps")]
     said = {ast.unparse(one) for one in given if not isinstance(one, ast.Constant)}
     begin, end = innermost(frame.f_code, frame.f_lineno)
-    divided = [one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.BinOp | ast.AugAssign)]
+    divided = nodes_of(parsed(frame.f_code.co_filename), ast.BinOp, ast.AugAssign)
     inside = [one for one in divided if begin <= one.lineno <= end and isinstance(one.op, ast.Div)]
     by = [ast.unparse(one.right if isinstance(one, ast.BinOp) else one.value) for one in inside]
     return any(one in said or one.rpartition(".")[2] in COUNTS for one in by)
@@ -347,7 +347,7 @@ def _clips_behind(frames: list[FrameType]) -> tuple[str, str]:
     if frame is None:
         return "", ""
     begin, end = innermost(frame.f_code, frame.f_lineno)
-    calls = [one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call)]
+    calls = nodes_of(parsed(frame.f_code.co_filename), ast.Call)
     inside = [one for one in calls if begin and begin <= one.lineno <= end]
     later = (one for one in inside if one.lineno > frame.f_lineno)
     behind = [(one.lineno, name_of(one), one) for one in sorted(later, key=lambda one: one.lineno)]

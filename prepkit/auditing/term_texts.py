@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor, nn
 
 from prepkit.facts.terms import ConstantTerm, OddDivergence
-from prepkit.observe.prepared.around import is_of_library, known, name_of, nodes, parsed
+from prepkit.observe.prepared.around import is_of_library, known, name_of, nodes_of, parsed
 
 MOST_TERMS = 32
 MOST_DEEP = 6
@@ -116,7 +116,7 @@ def text_of(frames: Iterable[FrameType]) -> Text | None:
     tree, code = parsed(frame.f_code.co_filename), frame.f_code
     if code.co_name == "<module>":
         return Text(frame, tree)
-    functions = [one for one in nodes(tree) if isinstance(one, ast.FunctionDef) and one.name == code.co_name]
+    functions = [one for one in nodes_of(tree, ast.FunctionDef) if one.name == code.co_name]
     around = [one for one in functions if one.lineno <= frame.f_lineno <= (one.end_lineno or 0)]
     return Text(frame, max(around, key=lambda one: one.lineno)) if around else None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from prepkit.auditing.term_texts import CUTS, MOST_TERMS, Text
 from prepkit.facts.terms import ConstantTerm
-from prepkit.observe.prepared.around import is_foreign, known, name_of, nodes, parsed
+from prepkit.observe.prepared.around import is_foreign, known, name_of, nodes_of, parsed
 
 LIKE = frozenset({"size", "numel", "dim", "len", "isinstance", "zeros_like", "ones_like", "full_like", "empty_like"})
 LIKE |= {"rand_like", "randn_like", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty"}
@@ -174,7 +174,7 @@ def _of_call(said: ast.Call, scope: Scope, trains: Trains, depth: int) -> Way:
 def _inside(function: FunctionType, said: ast.Call, ways: list[Way], trains: Trains, depth: int) -> Way:
     """The same of a function of the program that has one way through it and one result."""
     code = function.__code__
-    found = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.FunctionDef)]
+    found = nodes_of(parsed(code.co_filename), ast.FunctionDef)
     body = next((one for one in found if (one.name, one.lineno) == (code.co_name, code.co_firstlineno)), None)
     returns = [] if body is None else [one for one in ast.walk(body) if isinstance(one, ast.Return)]
     if body is None or body.decorator_list or len(returns) != 1 or body.body[-1] is not returns[0]:

@@ -32,6 +32,7 @@ from prepkit.observe.prepared.around import (
     lines_of_program,
     name_of,
     nodes,
+    nodes_of,
     own_frames,
     parsed,
 )
@@ -325,8 +326,8 @@ def _said_sum(frame: FrameType) -> tuple[str, str, str] | None:
 def _written_at(frame: FrameType) -> tuple[ast.AST, ast.Subscript] | None:
     """The statement that a frame runs, and what it writes to by an index; None: it does not."""
     position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-    for one in nodes(parsed(frame.f_code.co_filename)):
-        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AugAssign) else []
+    for one in nodes_of(parsed(frame.f_code.co_filename), ast.Assign, ast.AugAssign):
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target]
         for target in (each for each in targets if isinstance(each, ast.Subscript)):
             if (target.lineno, target.end_lineno, target.col_offset, target.end_col_offset) == position:
                 return one, target
@@ -433,9 +434,9 @@ def _is_constant(node: ast.expr, stands: list[Line]) -> bool:
 
 def _stored(stands: list[Line]) -> Iterator[ast.AST]:
     """What a file writes to in its loops, or in methods but for the one that begins."""
-    for one in nodes(parsed(stands[0][0].co_filename)):
+    for one in nodes_of(parsed(stands[0][0].co_filename), ast.For, ast.While, ast.FunctionDef):
         is_method = isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "main")
-        if isinstance(one, ast.For | ast.While) or is_method:
+        if not isinstance(one, ast.FunctionDef) or is_method:
             for inside in ast.walk(one):
                 written = isinstance(getattr(inside, "ctx", None), ast.Store)
                 if written and (not is_method or isinstance(inside, ast.Attribute)):
@@ -468,7 +469,7 @@ def _given_for(name: str, maker: ast.FunctionDef, stands: list[Line]) -> ast.exp
 def _not_called() -> Iterator[tuple[str, str]]:
     """Yield lines of the files whose functions run that name a method and do not call it: ``model.eval``."""
     for file in dict.fromkeys(one.f_code.co_filename for one in own_frames()):
-        for one in nodes(parsed(file)):
+        for one in nodes_of(parsed(file), ast.Expr):
             match one:
                 case ast.Expr(value=ast.Attribute(attr=name)) if name in DOING:
                     yield f"{Path(file).name}:{one.lineno}", ast.unparse(one.value)
@@ -485,7 +486,7 @@ def _as_often(before: Iterable[Line], now: Iterable[Line]) -> bool:
         begin, end = innermost(code, line)
         if begin:
             first = known.get(code, 0)
-            ifs = [one for one in nodes(parsed(code.co_filename)) if isinstance(one, ast.If)]
+            ifs = nodes_of(parsed(code.co_filename), ast.If)
             chosen = any(begin <= one.lineno <= first <= (one.end_lineno or 0) for one in ifs)
             once = begin == first < end  # what a loop goes over is asked for before it
             return begin <= first <= end and not chosen and not once

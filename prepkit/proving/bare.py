@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import stateless
 
 from prepkit.objects import names
+from prepkit.objects.alive import alive_of
 from prepkit.objects.forward import FP8_MARK, MARK
 from prepkit.objects.fsdp1_flat import absent_keys
 from prepkit.objects.local_part import local
@@ -260,9 +261,8 @@ def _keeping(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
 def wrapped_by(root: nn.Module) -> str:
     """The class of a wrapper that is alive around a model, or around what it is a part of; empty: there is none."""
     *around, inner = names.unwrap(root)
-    for one in gc.get_objects():
-        wraps = issubclass(type(one), nn.Module) and not WRAPPERS.isdisjoint(names.known_bases(type(one)))
-        if wraps and one not in (*around, inner) and inner in set(one.modules()):
+    for one in alive_of(lambda kind: issubclass(kind, nn.Module) and not WRAPPERS.isdisjoint(names.known_bases(kind))):
+        if one not in (*around, inner) and inner in set(one.modules()):
             return type(one).__name__
     return ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
@@ -18,6 +17,7 @@ from torch.nn.utils import clip_grad
 
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
+from prepkit.objects.alive import alive
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import Part
 from prepkit.proving.hooks import Around, Next, keep_changed
@@ -192,7 +192,7 @@ class Waiting:
 
 def alive_optimizers() -> list[Any]:
     """Every optimizer that there is."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return alive(torch.optim.Optimizer)
 
 
 def steps_nothing(optimizer: Any) -> bool:

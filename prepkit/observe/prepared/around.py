@@ -12,15 +12,20 @@ from functools import lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from prepkit.objects import names
+from prepkit.objects.alive import alive
 from prepkit.objects.bare_tree import SAVE, is_sharded
 from prepkit.observe.prepared import instead
+
+A = TypeVar("A", bound=ast.AST)
+B = TypeVar("B", bound=ast.AST)
+C = TypeVar("C", bound=ast.AST)
 
 SENDS = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv", "all_to_all", "all_to_all_single"})
 """Calls that hand tensors from one rank to another, which no average does."""
@@ -73,7 +78,7 @@ def local_sgd() -> str:
     homes = {"accelerate.local_sgd": "LocalSGD"}
     homes |= {"torch.distributed.optim.post_localSGD_optimizer": "PostLocalSGDOptimizer"}
     kinds = tuple(getattr(sys.modules[home], name) for home, name in homes.items() if home in sys.modules)
-    standing = (one for one in (gc.get_objects() if kinds else ()) if issubclass(type(one), kinds) and _stands(one))
+    standing = (one for one in (alive(*kinds) if kinds else ()) if _stands(one))
     return next((type(one).__name__ for one in standing), "")
 
 
@@ -141,6 +146,22 @@ def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree))
 
 
+@overload
+def nodes_of(tree: ast.AST, kind: type[A], /) -> tuple[A, ...]: ...
+@overload
+def nodes_of(tree: ast.AST, kind: type[A], other: type[B], /) -> tuple[A | B, ...]: ...
+@overload
+def nodes_of(tree: ast.AST, kind: type[A], other: type[B], third: type[C], /) -> tuple[A | B | C, ...]: ...
+def nodes_of(tree: ast.AST, *kinds: type[ast.AST]) -> tuple[ast.AST, ...]:
+    """Those of some classes: a look before each step does not walk a whole file."""
+    return _nodes_of(tree, kinds)
+
+
+@lru_cache(maxsize=1024)
+def _nodes_of(tree: ast.AST, kinds: tuple[type, ...]) -> tuple[ast.AST, ...]:
+    return tuple(one for one in nodes(tree) if isinstance(one, kinds))
+
+
 def frames_above(file: str) -> Iterator[FrameType]:
     """Yield the frames of this thread, the innermost first, but for those of a file and of what listens for it."""
     frame: FrameType | None = sys._getframe(1)
@@ -195,7 +216,7 @@ def loops_have(before: Iterable[Line], now: Iterable[Line]) -> bool:
 
 def _loops(file: str) -> list[tuple[int, int]]:
     """First and last line of each loop."""
-    loops = [one for one in nodes(parsed(file)) if isinstance(one, ast.For | ast.AsyncFor | ast.While)]
+    loops = nodes_of(parsed(file), ast.For, ast.AsyncFor, ast.While)
     return [(one.lineno, one.end_lineno or one.lineno) for one in loops]
 
 
@@ -203,7 +224,7 @@ def reads_gradients() -> bool:
     """Return whether the program reads or writes ``.grad``, in the file whose function steps or in its main one."""
     own = own_frames()
     files = {one.f_code.co_filename for one in (*own[:1], *own[-1:])}
-    return any(isinstance(one, ast.Attribute) and one.attr == "grad" for file in files for one in nodes(parsed(file)))
+    return any(one.attr == "grad" for file in files for one in nodes_of(parsed(file), ast.Attribute))
 
 
 def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
@@ -211,7 +232,7 @@ def ticked_in_loop(scheduler: Any, frames: Iterable[FrameType]) -> bool:
     for frame in (one for one in frames if scheduler is not None and not is_of_library(one)):
         begin, end = innermost(frame.f_code, frame.f_lineno)
         if begin:
-            calls = (one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ast.Call))
+            calls = (one for one in nodes_of(parsed(frame.f_code.co_filename), ast.Call))
             methods = (one.func for one in calls if begin <= one.lineno <= end and isinstance(one.func, ast.Attribute))
             named = [known(frame, one.value) for one in methods if one.attr == "step"]
             return any(one is not None and scheduler in (one, getattr(one, "scheduler", None)) for one in named)
@@ -357,11 +378,10 @@ def saves_state(model: nn.Module) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for file in files:
         meant: dict[str, bool] = {}
-        for one in nodes(parsed(file)):
-            if isinstance(one, ast.Assign):
-                for name in ast.walk(ast.Tuple(one.targets, ast.Store())):
-                    if isinstance(name, ast.Name):
-                        meant[name.id] = meant.get(name.id, True) and _is_state(one.value, others)
+        for one in nodes_of(parsed(file), ast.Assign):
+            for name in ast.walk(ast.Tuple(one.targets, ast.Store())):
+                if isinstance(name, ast.Name):
+                    meant[name.id] = meant.get(name.id, True) and _is_state(one.value, others)
         for call in _calls_of("save", file):
             given = call.args[0] if call.args and _receiver(call) == "torch" else None
             parts = given.values if isinstance(given, ast.Dict) else [] if given is None else [given]

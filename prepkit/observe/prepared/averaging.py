@@ -18,7 +18,7 @@ from prepkit.facts.run import Averager, DDPFacts, PreparedParam
 from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.names import Site, known_bases
 from prepkit.observe.model import dtype_name
-from prepkit.observe.prepared.around import codes_of, name_of, names_weights, nodes, own_frames, parsed
+from prepkit.observe.prepared.around import codes_of, name_of, names_weights, nodes, nodes_of, own_frames, parsed
 from prepkit.ranks.world import ranks_of, world
 
 Covered = dict[int, list[tuple[Averager, int]]]
@@ -210,9 +210,9 @@ def averages_weights(reduced: Container[str]) -> str:
     own = own_frames()
     imported = (code.co_filename for one in own for code in codes_of(one.f_globals))
     trees = {file: parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
-    called = {name_of(one) for tree in trees.values() for one in nodes(tree) if isinstance(one, ast.Call)}
+    called = {name_of(one) for tree in trees.values() for one in nodes_of(tree, ast.Call)}
     for file, tree in trees.items():
-        functions = [one for one in nodes(tree) if isinstance(one, ast.FunctionDef) and one.name not in called]
+        functions = [one for one in nodes_of(tree, ast.FunctionDef) if one.name not in called]
         idle = {id(one) for function in functions for one in ast.walk(function)}
         for call in _averaged_weights(tree):
             if id(call) not in idle and (line := f"{Path(file).name}:{call.lineno}") not in reduced:

@@ -6,7 +6,6 @@ import ast
 import re
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -22,7 +21,7 @@ from prepkit.observe.prepared.around import (
     known,
     name_of,
     names_weights,
-    nodes,
+    nodes_of,
     own_frames,
     parsed,
     texts_of_program,
@@ -94,10 +93,10 @@ def mixes_itself() -> Iterator[tuple[str, str, str]]:
         if not (any(f"{one}()" in text for one in WEIGHTS) and (".data" in text or any(one in text for one in MIXES))):
             continue
         tree = parsed(file)
-        apart = [one for one in nodes(tree) if isinstance(one, ast.If) and "is not" in ast.unparse(one.test)]
+        apart = [one for one in nodes_of(tree, ast.If) if "is not" in ast.unparse(one.test)]
         asked = {id(inside) for one in apart for inside in ast.walk(one)}
-        for loop in nodes(tree):
-            if not isinstance(loop, ast.For) or id(loop) in asked:
+        for loop in nodes_of(tree, ast.For):
+            if id(loop) in asked:
                 continue
             targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
             mixed = [one for node in loop.body for one in ast.walk(node) if _mixes(one, targets)]
@@ -126,8 +125,8 @@ def _given(
         yield owners[0], owners[1]
         return
     for file, text in texts.items():
-        for call in nodes(parsed(file)) if f"{function.name}(" in text else ():
-            if isinstance(call, ast.Call) and name_of(call) == function.name:
+        for call in nodes_of(parsed(file), ast.Call) if f"{function.name}(" in text else ():
+            if name_of(call) == function.name:
                 told = dict(zip(takes[takes[:1] == ["self"] :], map(ast.unparse, call.args), strict=False))
                 told |= {one.arg: ast.unparse(one.value) for one in call.keywords if one.arg}
                 one, other = (Expression(told.get(each.text, each.text), file, call.lineno) for each in owners)
@@ -137,10 +136,9 @@ def _given(
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@lru_cache(maxsize=256)
 def functions(tree: ast.AST) -> tuple[Function, ...]:
     """Those of a tree of ``parsed``."""
-    return tuple(one for one in nodes(tree) if isinstance(one, Function))
+    return nodes_of(tree, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _function_of(tree: ast.AST, line: int) -> Function | None:
@@ -216,7 +214,7 @@ def aliased() -> Iterator[tuple[str, str]]:
 
 def _loaded(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield models that are given the weights of another, and whose these are."""
-    for one in nodes(tree):
+    for one in nodes_of(tree, ast.Call):
         match one:
             case ast.Call(
                 func=ast.Attribute(value=model, attr="load_state_dict"),
@@ -228,8 +226,8 @@ def _loaded(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 def rebound() -> Iterator[str]:
     """Yield lines of a loop over the weights of two models that only bind a name: ``old = m * old + (1 - m) * new``."""
     for file, text in texts_of_program().items():
-        for loop in nodes(parsed(file)) if "zip(" in text else ():
-            if isinstance(loop, ast.For) and _zips_weights(loop.iter):
+        for loop in nodes_of(parsed(file), ast.For) if "zip(" in text else ():
+            if _zips_weights(loop.iter):
                 targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
                 for one in loop.body:
                     if isinstance(one, ast.Assign) and isinstance(name := one.targets[0], ast.Name):

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from prepkit.facts.loops import ByPass
 from prepkit.observe.optimizer import horizon
-from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, own_frames, parsed
+from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, nodes_of, own_frames, parsed
 from prepkit.observe.prepared.optimizers import end_of_factors, inner
 
 BESIDE = frozenset({"torch", "accelerate", "prepkit", "contextlib", "functools", "runpy", "__main__"})
@@ -45,8 +45,8 @@ def steps_its_own(scheduler: Any) -> bool:
     owners = (
         known(frame, node.value)
         for frame in own_frames()
-        for node in nodes(parsed(frame.f_code.co_filename))
-        if isinstance(node, ast.Attribute) and node.attr == "step"
+        for node in nodes_of(parsed(frame.f_code.co_filename), ast.Attribute)
+        if node.attr == "step"
     )
     return any(one is not None and inner(one) is inner(scheduler.optimizer) for one in owners)
 
@@ -108,13 +108,13 @@ def _files(frames: Iterable[FrameType]) -> list[str]:
 def _may_tick(scheduler: Any, file: str, frames: list[FrameType]) -> bool:
     """Return whether some line of a file can tick this scheduler."""
     tree = parsed(file)
-    if any(isinstance(one, ast.Attribute | ast.FunctionDef) and _name(one) in _BY_LIGHTNING for one in nodes(tree)):
+    if any(_name(one) in _BY_LIGHTNING for one in nodes_of(tree, ast.Attribute, ast.FunctionDef)):
         return True
-    if any(isinstance(one, ast.Constant) and one.value == "step" and _is_given(one, tree) for one in nodes(tree)):
+    if any(one.value == "step" and _is_given(one, tree) for one in nodes_of(tree, ast.Constant)):
         return True
     turns = {name.id for one in nodes(tree) for name in _turned(one)}
     here = [one for one in frames if one.f_code.co_filename == file]
-    owners = [one.value for one in nodes(tree) if isinstance(one, ast.Attribute) and one.attr == "step" and _loads(one)]
+    owners = [one.value for one in nodes_of(tree, ast.Attribute) if one.attr == "step" and _loads(one)]
     return any(not _is_other(one, scheduler, here, turns) for one in owners)
 
 
@@ -128,7 +128,7 @@ def _name(node: ast.AST) -> str:
 
 def _is_given(constant: ast.Constant, tree: ast.AST) -> bool:
     """Return whether ``getattr`` or another function by which a method is found is given this name."""
-    calls = (one for one in nodes(tree) if isinstance(one, ast.Call) and constant in one.args)
+    calls = (one for one in nodes_of(tree, ast.Call) if constant in one.args)
     return any(_name_called(one) in ("getattr", "methodcaller") for one in calls)
 
 
@@ -177,7 +177,9 @@ def _loops_around(frames: Iterable[FrameType]) -> Iterator[tuple[FrameType, ForL
     """Loops of the program around the line that runs now, the innermost first."""
     for frame in (one for one in frames if not is_of_library(one)):
         found = [
-            one for one in nodes(parsed(frame.f_code.co_filename)) if isinstance(one, ForLoop) and _around(one, frame)
+            one
+            for one in nodes_of(parsed(frame.f_code.co_filename), ast.For, ast.AsyncFor, ast.While)
+            if _around(one, frame)
         ]
         yield from ((frame, one) for one in sorted(found, key=lambda one: -one.lineno))
 
