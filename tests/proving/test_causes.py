@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 import pytest
 import torch
 from attrs import evolve
@@ -100,7 +102,7 @@ def test_a_gradient_whose_shares_lie_on_one_line_has_the_cause_of_the_others(num
     averaged = evolve(APART.gradients[0], dots=((0.25, 0.05), (0.25, 0.05)), squares=(0.065, 0.065))
     gram = ((1.0, 1.0), (1.0, 1.0))
     tiny = GradientProof(
-        name="bias", numel=numel, gram=gram, dots=((0.3, 0.3),) * 2, squares=(0.09,) * 2, holders=(0, 1)
+        name="bias", numel=numel, gram=gram, dots=((0.31, 0.31),) * 2, squares=(0.0961,) * 2, holders=(0, 1)
     )
     (found,) = found_in(evolve(APART, gradients=(averaged, tiny), shrunk=(0.5, 0.1))).findings
     assert found.what.startswith("All gradients are clipped by each rank before they were averaged")
@@ -111,6 +113,24 @@ def test_a_gradient_whose_shares_lie_on_one_line_has_the_cause_of_the_others(num
     assert len(found_in(evolve(APART, gradients=(averaged, crossed), shrunk=(0.5, 0.1))).findings) == 2
     (alone,) = found_in(evolve(APART, gradients=(tiny,))).findings
     assert alone.rule == "prove.ratio"
+
+
+def test_gradients_of_a_norm_that_somebody_would_write_are_clipped_by_the_program() -> None:
+    """All of them by one factor, to half of 1: no error, and said."""
+
+    def of(norm: float, other: float = 1.0) -> list[str]:
+        by = norm / sqrt(0.5 + 0.5 * other**2)
+        made = [
+            evolve(APART.gradients[0], name=name, dots=((by / 2, by / 2),) * 2, squares=(by**2 / 2,) * 2)
+            for name, by in (("a", by), ("b", by * other))
+        ]
+        return [f"{one.rule}: {one.what}" for one in found_in(evolve(APART, gradients=tuple(made))).findings]
+
+    assert of(0.5) == [
+        "prove.limit: The program has scaled all gradients to a norm of 0.5: taken for a clip of its own."
+    ]
+    assert of(0.57)[0].startswith("prove.ratio: All gradients are 0.570 x")
+    assert any(one.startswith("prove.ratio") for one in of(0.5, other=1.3))
 
 
 def test_a_sum_at_each_micro_batch_is_mended_by_one_behind_the_last() -> None:
