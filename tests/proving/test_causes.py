@@ -117,7 +117,7 @@ def test_a_gradient_whose_shares_lie_on_one_line_has_the_cause_of_the_others(num
 
 def test_gradients_of_a_norm_that_somebody_would_write_are_clipped_by_the_program() -> None:
     """All of them by one factor: no error, and said."""
-    says = "The program has scaled all gradients to a norm of"
+    says = "the program has scaled all gradients to a norm of"
 
     def of(norm: float, other: float = 1.0) -> list[str]:
         by = norm / sqrt(0.5 + 0.5 * other**2)
