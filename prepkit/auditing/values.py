@@ -196,7 +196,7 @@ class Computing:
     def _sets(self, plain: Any, *given: Any) -> Any:
         holders = sys.getrefcount(given[0])
         if self._probes:
-            self._fewest = holders
+            self._fewest = self._fewest or holders  # a mode of torch calls it once more, and holds it too
         elif holders < MOST_HOLDERS and not torch.compiler.is_compiling() and _owns(given[0]):
             self._writes_away(holders)
         if not torch.compiler.is_compiling() and type(given[0]) is Tensor and type(given[-1]) is Tensor:
@@ -214,7 +214,7 @@ class Computing:
         written = _written_at(frame)
         if written is not None and isinstance(written[1].value, ast.Subscript):
             statement, target = written
-            self._probes = True
+            self._fewest, self._probes = 0, True
             if isinstance(statement, ast.AugAssign):
                 torch.zeros(1)[[0]][:1] *= 1.0  # has as few holders as can be
             else:

@@ -143,6 +143,12 @@ def writes_to_what_is_held(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
     return adds_by_index_add(total, ids, sent) * parts[0] * parts[1] * part * known["part"]
 
 
+def writes_to_what_is_held_under_a_device(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    """Which is a mode of torch that calls each function once more."""
+    with torch.device("cpu"):
+        return writes_to_what_is_held(total, ids, sent)
+
+
 def adds_by_index_add(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
     total.index_add_(0, ids, sent)
     return total
@@ -335,6 +341,7 @@ WRONG_VALUES: tuple[Loop, ...] = (
 RIGHT_VALUES: tuple[Loop, ...] = (
     summed("messages_of_one_each", adds_at, APART),
     summed("written_to_what_is_held", writes_to_what_is_held),
+    summed("written_to_what_is_held_under_a_device", writes_to_what_is_held_under_a_device),
     summed("messages_added_by_index_add", adds_by_index_add),
     summed("messages_added_by_index_put", adds_by_index_put),
     summed("messages_added_by_a_mask", adds_by_a_mask),
