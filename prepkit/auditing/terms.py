@@ -232,17 +232,24 @@ def _past(node: Any) -> Any:
 
 
 def _compared(term: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what is subtracted from each other, both with a gradient, near the top of a term."""
-    waiting, seen = [term], {term}
+    """Yield what an error is taken of, both with a gradient, near the top of a term: a mere difference is none."""
+    waiting, seen = [(term, False)], {term}
     while waiting and len(seen) < MOST_TOPS:
-        node = waiting.pop()
+        node, measures = waiting.pop()
         name, before = name_of(node), list(dict.fromkeys(taken_from(node)))
-        if name in COMPARED and len(before) == 2:
+        measures = measures or name in ("Pow", "Abs") or _is_square(node)
+        if name in COMPARED and len(before) == 2 and (measures or name != "Sub"):
             yield before[0], before[1]
         elif name in SPREAD or name in COMPARED:
             into = before if name not in ("Mul", "Div") or len(before) == 1 else []
-            waiting += [one for one in into if one not in seen]
+            waiting += [(one, measures) for one in into if one not in seen]
             seen |= {*into}
+
+
+def _is_square(node: Any) -> bool:
+    """Return whether it multiplies something with itself."""
+    factors = [one for one, _ in node.next_functions] if name_of(node) == "Mul" else []
+    return len(factors) == 2 and factors[0] is factors[1] is not None
 
 
 def _bootstraps(pair: tuple[Any, Any]) -> bool:

@@ -432,6 +432,13 @@ def scaled_about_a_mean(model: nn.Module, x: Tensor) -> Tensor:
     return (mean + (said - mean) / (1 + (said - mean).square().mean()) - x[:, : said.shape[1]]).square().mean()
 
 
+def density_of_a_flow(model: nn.Module, x: Tensor) -> Tensor:
+    """A part of outputs and a constant less others of them, of which no error is taken."""
+    said = model(x)
+    code, logdet = x[:, : said.shape[1]] * said.tanh().exp(), said.tanh().sum(1)
+    return (0.5 * code.square().sum(1) + 0.919 * said.shape[1] - logdet).mean()
+
+
 WRONG_TERMS: tuple[Loop, ...] = tuple(
     Loop(program(made.__name__, made), rule=rule)
     for rule, made in (
@@ -457,7 +464,7 @@ RIGHT_TERMS: tuple[Loop, ...] = RIGHT_POLICIES + tuple(
         *(compared_with_others, masked_by_a_large_number, compared_with_the_other_view, as_many_classes_as_samples),
         *(resting_target, two_views_alike, two_views_in_other_units, residual_of_data, two_steps_as_one),
         *(code_of_a_code, equation, inner_step, slopes_of_each, nearest_of_others, nearest_past_a_large_number),
-        *(straight_through, part_of_the_way, scaled_about_a_mean),
+        *(straight_through, part_of_the_way, scaled_about_a_mean, density_of_a_flow),
         *(ratio_to_what_was, preferred, satisfied, weighed_by_nothing, from_a_prior, both_ways, hooked),
     )
 )
