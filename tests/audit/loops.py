@@ -1000,16 +1000,25 @@ def trained_by_transformers(make: Callable[[Any], Any]) -> None:
     Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, make(optimizer))).train()
 
 
-def trained_by_lightning(make: Callable[[Any], Any]) -> None:
+def trained_by_lightning(make: Callable[[Any], Any], *, by_hand: bool = False) -> None:
+    """``by_hand``: the module steps, and ticks, itself."""
     import lightning
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = net()
+            self.net, self.automatic_optimization = net(), not by_hand
 
-        def training_step(self, batch: Any, at: int) -> Tensor:
-            return fn.cross_entropy(self.net(batch[0]), batch[1])
+        def training_step(self, batch: Any, at: int) -> Tensor | None:
+            loss = fn.cross_entropy(self.net(batch[0]), batch[1])
+            if not by_hand:
+                return loss
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.lr_schedulers().step()  # type: ignore[union-attr]  # there is one
+            return None
 
         def configure_optimizers(self) -> Any:
             optimizer = adam(self.net)
@@ -1030,6 +1039,10 @@ def lightning_by_epoch(rank: int, world: int) -> None:
 
 def lightning_by_hand(rank: int, world: int) -> None:
     trained_by_lightning(lambda one: rates.StepLR(one, 1))
+
+
+def lightning_ticked_by_its_module(rank: int, world: int) -> None:
+    trained_by_lightning(lambda one: rates.CosineAnnealingLR(one, 24), by_hand=True)
 
 
 # --- two ranks ---
@@ -1227,6 +1240,7 @@ RIGHT: tuple[Loop, ...] = (
     Loop(pads_that_do_not_count, "transformers"),
     Loop(trainer_with_a_schedule, "transformers"),
     *(Loop(run, "lightning") for run in (lightning_by_step, lightning_by_epoch, lightning_by_hand)),
+    Loop(lightning_ticked_by_its_module, "lightning"),
     *(Loop(run, "torch", 2) for run in _TWO),
     Loop(engine_with_its_schedule, "deepspeed", 2),
     *(Loop(run, ranks=2) for run in (shards_clipped_together, shards_measured_and_clamped, shards_of_fsdp2_clipped)),

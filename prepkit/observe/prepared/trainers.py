@@ -23,7 +23,8 @@ def planned() -> tuple[str, int | None, int | None]:
 def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
     steps = trainer.estimated_stepping_batches
     configs = trainer.lr_scheduler_configs
-    if not isinstance(steps, int) or len(configs) != 1:
+    by_hand = not trainer.lightning_module.automatic_optimization  # and ticked, if at all
+    if not isinstance(steps, int) or len(configs) != 1 or by_hand:
         return None, None
     epochs = trainer.max_epochs if isinstance(trainer.max_epochs, int) and trainer.max_epochs > 0 else None
     return steps, (steps if configs[0].interval == "step" else epochs)
