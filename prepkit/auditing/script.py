@@ -51,6 +51,7 @@ from prepkit.observe.prepared.instead import around_calls, by_plain
 from prepkit.observe.prepared.loaders import prepared_loader
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
+from prepkit.observe.prepared.ranks import resting_apart
 from prepkit.observe.prepared.schedules import steps_its_own
 from prepkit.ranks import end_groups
 from prepkit.ranks.arrivals import ANSWER_S, Arrivals, RanksApart
@@ -274,12 +275,20 @@ def audit_step(
     optimizers = [optimizer, *_beside(optimizer, alive, model)]
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
     heard = None if window is None else window.facts(alive, model, inner(scheduler), optimizer)
+    if heard is not None and window is not None and ask_ranks and world().carries_data and not heard.communicates:
+        heard = evolve(heard, rests_apart=resting_apart(_beside_model(model, window.entered())))
     loaders, awaited = _loaders(alive), () if window is None else window.awaited
     found = audit(
         model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited
     )
     others = () if window is None else tuple(_of_others(model, roots, alive, called, ask_ranks=ask_ranks))
     return evolve(found, findings=found.findings + others, seconds=time.perf_counter() - begun)
+
+
+def _beside_model(model: nn.Module, entered: list[nn.Module]) -> list[nn.Module]:
+    """Modules that were called and share no parameter with it."""
+    mine = {id(param) for param in model.parameters()}
+    return [one for one in entered if mine.isdisjoint(map(id, one.parameters()))]
 
 
 OF_OTHERS = frozenset(

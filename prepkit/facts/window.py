@@ -284,6 +284,8 @@ class WindowFacts:
     """Parameters of which each rank may hold a part of its own: it has other values there than the others, is about to
     step them by other gradients, and has sent activations to the others. Ranks that were seeded apart, and should hold
     one model, send none."""
+    rests_apart: tuple[str, ...] = ()
+    """Classes of models that train on no rank, and of which ranks that call them hold other weights."""
     averages_weights: str = ""
     """The line of the program that averages weights over ranks, be it called or not; empty: none was seen."""
     trainer: str = ""

@@ -1120,6 +1120,26 @@ def teacher_beside_ddp(rank: int, world: int) -> None:
         taken(model, optimizer, fn.mse_loss(model(x), teacher(x) + 1))
 
 
+def teacher_that_one_rank_has_loaded(rank: int, world: int) -> None:
+    model, teacher = DistributedDataParallel(net()), net().requires_grad_(requires_grad=False).eval()
+    if rank == 0:
+        for param in teacher.parameters():
+            param.data.mul_(2)
+    optimizer = adam(model)
+    for x, _ in divided(rank, world):
+        with torch.no_grad():
+            said = teacher(x)
+        taken(model, optimizer, fn.mse_loss(model(x), said + 1))
+
+
+def part_of_each_rank_that_nothing_is_computed_with(rank: int, world: int) -> None:
+    model, kept = DistributedDataParallel(net()), nn.Linear(4, 4).requires_grad_(requires_grad=False)
+    kept.weight.data.fill_(float(rank))
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
 def frozen_behind_ddp_that_finds_what_is_unused(rank: int, world: int) -> None:
     model = DistributedDataParallel(two_layers(), find_unused_parameters=True)
     for param in list(model.parameters())[:2]:
@@ -1232,6 +1252,7 @@ _TWO = (
     *(own_sampler, stream_by_rank_and_worker, uneven, window_without_sync, two_wrapped, teacher_beside_ddp),
     *(shards_with_two_optimizers, shards_in_float16_scaled, scaled_under_ddp, epochs_of_a_sampler),
     *(parts_that_ranks_step_and_send, frozen_behind_ddp_that_finds_what_is_unused),
+    part_of_each_rank_that_nothing_is_computed_with,
 )
 RIGHT: tuple[Loop, ...] = (
     *map(Loop, _ONE),

@@ -335,6 +335,7 @@ BROKEN: dict[str, RunFacts] = {
             misgiven=(Misgiven(loss="mse_loss", what="targets from 3 to 7", fix="Scale them.", kind="bounded"),)
         ),
     ),
+    "run.rests-apart": evolve(FINE, window=WindowFacts(rests_apart=("Teacher",))),
     "run.target-trains": evolve(
         FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)), advantages=("train.py:40",))
     ),

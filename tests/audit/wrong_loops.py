@@ -37,6 +37,7 @@ from tests.audit.loops import (
     over,
     resumed,
     taken,
+    teacher_that_one_rank_has_loaded,
     text_model,
     trained_by_lightning,
     trained_by_transformers,
@@ -610,6 +611,7 @@ WRONG: tuple[Loop, ...] = (
         Loop(run, "transformers", rule="run.trainer-schedule")
         for run in (shorter_than_the_trainer, sequence_shorter_than_the_trainer, longer_than_the_trainer)
     ),
+    Loop(teacher_that_one_rank_has_loaded, ranks=2, rule="run.rests-apart"),
     Loop(stepped_beside_the_engine, "deepspeed", 2, rule="run.past-engine"),
     Loop(decayed_by_an_engine_inside_a_pass, "deepspeed", 2, rule="run.scheduler-early"),
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),

@@ -45,7 +45,7 @@ WARNINGS = _ids(
         "unsaved-optimizer unused-window adapters-base head-frozen frozen-drops frozen-norms checkpoint-norms "
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "
         "drift-options drift-still drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
-        "trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
+        "rests-apart trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
         "drops-evaluating shifted loss-bounded parts-overlap reseeded "
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
         "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "

@@ -112,6 +112,25 @@ def _state(facts: RunFacts, places: list[Site], optimizers: list[Any]) -> list[A
     return [held_alike(one, names) for one in kept if type(one).__name__ != "ZeroRedundancyOptimizer"]
 
 
+def resting_apart(called: Sequence[nn.Module]) -> tuple[str, ...]:
+    """Classes of these modules, none of whose parameters trains, of which other ranks hold other values. Collective.
+
+    Where ranks call the same ones, each whole: a stage, or a part of layers, is each rank's own.
+    """
+    held = [(type(one).__name__, list(one.parameters())) for one in called]
+    held = [(name, params) for name, params in held if params and not any(one.requires_grad for one in params)]
+    whole = [(name, params) for name, params in held if all(map(_is_plain, params))]
+    mine = [(name, [tuple(one.shape) for one in params], sum(map(fingerprint, params))) for name, params in whole]
+    every = world().gather(mine)
+    if any([one[:2] for one in told] != [one[:2] for one in mine] for told in every):
+        return ()
+    return tuple(name for at, (name, _, _) in enumerate(mine) if len({told[at][2] for told in every}) > 1)
+
+
+def _is_plain(param: Tensor) -> bool:
+    return type(param) in (Tensor, nn.Parameter) and not hasattr(param, "ds_tensor") and not param.is_meta
+
+
 def _params(facts: RunFacts) -> list[object]:
     """Parameters as every rank should see them; a view of FSDP1 has the shape of this rank's part."""
     cut = {param.name for param in facts.params if "fsdp1" in param.averaged_by}

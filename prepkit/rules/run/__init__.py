@@ -87,7 +87,7 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Low-precision weights are stepped in float32.", ("run.no-master-weights", "run.cast", "run.overwritten")),
     (
         "Ranks hold one model with the same weights, in the same modes.",
-        ("run.ranks-models", "run.ranks-values", "run.ranks-modes"),
+        ("run.ranks-models", "run.ranks-values", "run.ranks-modes", "run.rests-apart"),
     ),
     ("Ranks step alike.", ("run.ranks-optimizers", "run.ranks-schedulers", "run.ranks-state")),
     (

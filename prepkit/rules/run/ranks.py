@@ -75,6 +75,12 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(at(parted[0]), what, "" if facts.loop is None else _WRITTEN_ALIKE, milder=facts.averages_beside)
 
 
+def _rests_apart(facts: RunFacts) -> Iterator[Hit]:
+    for name in facts.window.rests_apart if facts.window is not None else ():
+        what = f"Ranks compute with `{name}`, of which nothing trains, and hold other weights of it"
+        yield Hit(name, f"{what}: what it gives, as targets, is another model's on each.")
+
+
 def _buffers(facts: RunFacts) -> Iterator[Hit]:
     if facts.buffers_apart:
         what = (
@@ -227,6 +233,20 @@ RULES: tuple[Rule, ...] = (
         ),
         milder=BESIDE,
         source=("pain 11", "pain 17", "pain 22"),
+    ),
+    Rule(
+        id="run.rests-apart",
+        summary="A model that rests is the same on all ranks that compute with it.",
+        check=_rests_apart,
+        at=(Moment.AUDIT,),
+        needs=(Need.RANKS,),
+        cost="one exchange of a number for each model that rests",
+        fix=(
+            "Load it on every rank, or send rank 0's: for one in teacher.state_dict().values(): "
+            "torch.distributed.broadcast(one, src=0). Nothing, where each rank is to have a teacher of its own."
+        ),
+        severity=Severity.WARNING,
+        source=("pain 11", "torch DistributedDataParallel: wraps what trains alone"),
     ),
     Rule(
         id="run.ranks-modes",
