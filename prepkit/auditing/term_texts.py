@@ -60,13 +60,13 @@ class Text:
 
     def made(self, name: str, before: int) -> list[ast.Assign | ast.AugAssign | ast.AnnAssign]:
         """The assignments of a name alone above a line of this function, the last one first."""
-        assigned = (one for one in _own(self.body) if isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign))
+        assigned = (one for one in own_nodes(self.body) if isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign))
         found = [one for one in assigned if one.lineno <= before and _assigns(one, name)]
         return sorted(found, key=lambda one: one.lineno, reverse=True)
 
     def loss(self) -> ast.expr | None:
         """What goes backward in the line that runs."""
-        for call in (one for one in _own(self.body) if isinstance(one, ast.Call) and name_of(one) == "backward"):
+        for call in (one for one in own_nodes(self.body) if isinstance(one, ast.Call) and name_of(one) == "backward"):
             if call.lineno <= self.frame.f_lineno <= (call.end_lineno or 0) and isinstance(call.func, ast.Attribute):
                 given = call.args[0] if call.args else call.func.value
                 scales = isinstance(given, ast.Call) and name_of(given) in ("scale", "scale_loss") and given.args
@@ -162,7 +162,7 @@ def _divergence(frame: FrameType, node: ast.expr) -> tuple[str, Tensor | None]:
 # --- text ---
 
 
-def _own(body: ast.AST) -> Iterator[ast.AST]:
+def own_nodes(body: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a function, without those of functions inside it."""
     waiting = [*ast.iter_child_nodes(body)]
     while waiting:
@@ -307,7 +307,7 @@ def _trains(frame: FrameType, whole: ast.AST, cut: ast.AST, trained: set[int]) -
 
 def _rests(body: ast.AST, node: ast.AST) -> bool:
     """Return whether a statement stands in a ``with torch.no_grad()`` of its function."""
-    blocks = (one for one in _own(body) if isinstance(one, ast.With))
+    blocks = (one for one in own_nodes(body) if isinstance(one, ast.With))
     resting = (one for one in blocks if any("no_grad" in ast.unparse(item.context_expr) for item in one.items))
     return any(each is node for one in resting for each in ast.walk(one))
 

@@ -17,7 +17,8 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from prepkit.auditing.leftovers import dropped, half_mixed
 from prepkit.auditing.losses import SHAPES
-from prepkit.auditing.term_texts import constants, divergences, text_of
+from prepkit.auditing.returned import Returned
+from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
 from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
 from prepkit.observe.prepared.around import frames_above, line_of_program
@@ -65,6 +66,7 @@ ASKS = AskedTerms()
 class Terms:
     """Listens inside ``on()`` to what goes backward, and looks into the first loss of each line, before it does."""
 
+    returned: Returned = field(factory=Returned)
     _lines: set[str] = field(factory=set)
     _hooked: bool = False
     """Whether hooks hang on tensors, or on what graphs save, which must not run twice."""
@@ -82,6 +84,7 @@ class Terms:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            stack.enter_context(self.returned.on())
             for home, name in ((Tensor, "register_hook"), (Tensor, "retain_grad"), (saved_tensors_hooks, "__enter__")):
                 stack.enter_context(around_calls(home, name, self._hooks))
             yield
@@ -114,6 +117,7 @@ class Terms:
             if is_new and type(loss) is Tensor and loss.numel() == 1 and loss.grad_fn is not None:
                 self._lines.add(line)
                 self._looks(loss, line)
+            self.returned.ends()
         return plain(tensors, *given, **named)
 
     def _looks(self, loss: Tensor, line: str) -> None:
@@ -128,12 +132,9 @@ class Terms:
         if text is not None:
             self.dropped |= dict.fromkeys(dropped(text, loss, trained, graph))
             self.half_mixed |= dict.fromkeys(half_mixed(text))
-        if text is not None and (summands := text.terms()):
-            self.constants |= dict.fromkeys(constants(text, summands, trained))
-            self.divergences |= dict.fromkeys(divergences(text, summands))
-            told = {one.name for one in self.constants}
-            lost = untrained(text, loss, trains_of(trained, graph))
-            self.constants |= dict.fromkeys(one for one in lost if one.name not in told)
+            self._reads(text, loss, trained)
+        for one in self.returned.texts(every[:MOST_TOPS]):
+            self._reads(one, one.value, trained)
         if not self._hooked:
             shapes = (_shape(one) for one in every if name_of(one) in ("Min", "Max") and _takes_masked(one))
             self.masked |= {(line, shape): None for shape in shapes}
@@ -145,6 +146,15 @@ class Terms:
                     shape = _shape(found)
                     of = "quotient" if name_of(found) == "Div" else "difference"
                     self.cancelled[Cancelled(line=line, of=of, shape=shape, terms=len(terms))] = None
+
+    def _reads(self, text: Text, loss: Tensor, trained: set[int]) -> None:
+        """Looks into a loss by what the function that has it says of it."""
+        if summands := text.terms():
+            self.constants |= dict.fromkeys(constants(text, summands, trained))
+            self.divergences |= dict.fromkeys(divergences(text, summands))
+            told = {one.name for one in self.constants}
+            lost = untrained(text, loss, trains_of(trained, graph))
+            self.constants |= dict.fromkeys(one for one in lost if one.name not in told)
 
 
 LINEAR = frozenset(

@@ -145,7 +145,8 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(scripts_read_plain())
-            for enters in (self._enters, self.lessons.enters, self.copies.enters, self.phases.weights.enters):
+            others = (self.copies.enters, self.phases.weights.enters, self.terms.returned.enters)
+            for enters in (self._enters, self.lessons.enters, *others):
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
             more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)

@@ -1,0 +1,122 @@
+"""Functions of a program that have given back a loss, as they stood then: what goes backward is often made in one."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor, nn
+
+from prepkit.auditing.term_texts import Text, own_nodes, text_of
+from prepkit.observe.prepared.around import is_foreign
+
+MOST_HELD = 16
+"""Functions that are kept until something goes backward."""
+MOST_PARTS = 16
+"""Of what a function gives back."""
+MOST_TURNS = 8
+"""Times from a call of a module to a backward in which it listens: Python then calls it for each function."""
+_PAUSES = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+
+
+@frozen(eq=False)
+class ReturnText(Text):
+    """A function of a program that has given back a loss."""
+
+    said: ast.expr
+    """The expression of the loss."""
+    value: Tensor
+
+    def loss(self) -> ast.expr | None:
+        """What was given back."""
+        return self.said
+
+
+@define(eq=False)
+class Returned:
+    """Listens inside ``on()``, from a call of a module up to what goes backward behind it, in this thread."""
+
+    _held: deque[tuple[FrameType, Any, Tensor]] = field(factory=lambda: deque(maxlen=MOST_HELD))
+    """Frames, the place of a loss in what they have given back (None: it is all of it), and the loss."""
+    _others: set[CodeType] = field(factory=set)
+    """Code of libraries, and what gives back several times."""
+    _turns: int = 0
+    _listens: bool = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it may listen."""
+        try:
+            yield
+        finally:
+            self._turns = MOST_TURNS
+            self.ends()
+
+    def enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A module is called: it listens, unless somebody else does."""
+        del module, args, kwargs
+        free = not self._listens and self._turns < MOST_TURNS and sys.getprofile() is None
+        if free and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._listens = True
+            self._turns += 1
+            sys.setprofile(self._hears)
+
+    def ends(self) -> None:
+        """Something has gone backward, and nothing is kept."""
+        if self._listens and sys.getprofile() == self._hears:
+            sys.setprofile(None)
+        self._listens = False
+        self._held.clear()
+
+    def texts(self, nodes: Collection[Any]) -> Iterator[ReturnText]:
+        """The functions that have given back one of these nodes, where their text says by what expression."""
+        for frame, place, value in [*self._held]:
+            text = text_of([frame]) if value.grad_fn in nodes else None
+            if text is not None and (said := _said(text, place)) is not None:
+                yield ReturnText(frame=frame, body=text.body, said=said, value=value)
+
+    def _hears(self, frame: FrameType, event: str, given: Any) -> None:
+        code = frame.f_code
+        if event != "return" or given is None or code in self._others:
+            return
+        if is_foreign(code.co_filename) or code.co_flags & _PAUSES:
+            self._others.add(code)
+            return
+        self._held.extend((frame, place, one) for place, one in _parts(given) if _is_loss(one))
+
+
+def _parts(given: Any) -> list[tuple[Any, Any]]:
+    if isinstance(given, Mapping):
+        return [*given.items()][:MOST_PARTS]
+    return [*enumerate(given)][:MOST_PARTS] if type(given) in (tuple, list) else [(None, given)]
+
+
+def _is_loss(value: Any) -> bool:
+    return type(value) is Tensor and value.grad_fn is not None and value.numel() == 1
+
+
+def _said(text: Text, place: Any) -> ast.expr | None:
+    """The expression in the return that has just run; None: the text does not tell."""
+    line = text.frame.f_lineno
+    returns = (one for one in own_nodes(text.body) if isinstance(one, ast.Return))
+    value = next((one.value for one in returns if one.lineno <= line <= (one.end_lineno or 0)), None)
+    if place is None:
+        return value
+    match value:
+        case ast.Tuple(parts) | ast.List(parts) if isinstance(place, int) and place < len(parts):
+            starred = any(isinstance(one, ast.Starred) for one in parts)
+            return None if starred else parts[place]
+        case ast.Dict(keys, values):
+            named = zip(keys, values, strict=True)
+            return next((one for key, one in named if isinstance(key, ast.Constant) and key.value == place), None)
+        case ast.Call(keywords=keywords):
+            return next((one.value for one in keywords if one.arg == place), None)
+    return None
