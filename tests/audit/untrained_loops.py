@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
@@ -167,15 +169,122 @@ def shifted_by_its_largest(rank: int, world: int) -> None:
     optimizer.step()
 
 
+# --- losses that are made elsewhere ---
+
+
+class Criterion(nn.Module):
+    """A loss of its own, with what it is made of to be printed."""
+
+    part = 0.5
+
+    def forward(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        entropy = fn.binary_cross_entropy_with_logits(output, y)
+        share = torch.sigmoid(output)
+        seen = 1 - soft_overlap((share > 0.5).float(), y)
+        missed = soft_overlap(share, y)
+        return entropy + self.part * missed, entropy.detach(), seen
+
+
+class BareCriterion(Criterion):
+    """Of which a part is taken of what a threshold makes."""
+
+    def forward(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        entropy = fn.binary_cross_entropy_with_logits(output, y)
+        share = (torch.sigmoid(output) > 0.5).float()
+        missed = soft_overlap(share, y)
+        return entropy + self.part * missed, entropy.detach(), 1 - missed
+
+
+class ScoresItself(nn.Module):
+    """Gives back its loss in a table."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = self.model(x)
+        return {"output": output, "loss": fn.softplus(-output).mean() + fn.mse_loss(output, y)}
+
+
+class CountsItself(ScoresItself):
+    """Its loss has the share of wrong ones."""
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        output = self.model(x)
+        wrong = ((output > 0).float() != y).float().mean()
+        return {"output": output, "loss": wrong + fn.mse_loss(output, y)}
+
+
+def by_a_criterion(criterion: nn.Module) -> None:
+    model, optimizer, x, y = begun()
+    loss, entropy, seen = criterion(model(x), y)
+    assert float(entropy) > 0
+    assert float(seen) <= 1
+    loss.backward()
+    optimizer.step()
+
+
+def threshold_in_a_criterion(rank: int, world: int) -> None:
+    by_a_criterion(BareCriterion())
+
+
+def criterion_that_trains(rank: int, world: int) -> None:
+    by_a_criterion(Criterion())
+
+
+def scored(kind: type[ScoresItself]) -> None:
+    model, optimizer, x, y = begun()
+    kind(model)(x, y)["loss"].backward()
+    optimizer.step()
+
+
+def errors_counted_in_a_model(rank: int, world: int) -> None:
+    scored(CountsItself)
+
+
+def model_that_scores_itself(rank: int, world: int) -> None:
+    scored(ScoresItself)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    output = model(x)
+    missed = overlap(output, y)
+    return fn.binary_cross_entropy_with_logits(output, y) + missed
+
+
+def threshold_in_a_function_that_calls_the_model(rank: int, world: int) -> None:
+    model, optimizer, x, y = begun()
+    loss = loss_of(model, x, y)
+    loss.backward()
+    optimizer.step()
+
+
+def listened_to_by_another(rank: int, world: int) -> None:
+    """Who profiles the program goes on to hear it."""
+    heard: list[str] = []
+    sys.setprofile(lambda frame, event, _: heard.append(frame.f_code.co_name) if event == "return" else None)
+    try:
+        model, optimizer, x, y = begun()
+        loss_of(model, x, y).backward()
+        assert "loss_of" in heard
+    finally:
+        sys.setprofile(None)
+    optimizer.step()
+
+
 WRONG_UNTRAINED: tuple[Loop, ...] = tuple(
     Loop(run, rule="run.term-constant")
-    for run in (*(threshold_in_a_function, threshold_that_is_given, threshold_by_name, penalty_without_a_graph),)
+    for run in (
+        *(threshold_in_a_function, threshold_that_is_given, threshold_by_name, penalty_without_a_graph),
+        *(threshold_in_a_criterion, errors_counted_in_a_model, threshold_in_a_function_that_calls_the_model),
+    )
 )
 RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
     Loop(run)
     for run in (
         *(overlap_that_trains, penalty_with_a_graph, penalty_once_in_a_while, penalty_in_a_branch),
         *(overlap_that_is_printed, value_shown_with_another_gradient, threshold_of_a_teacher, share_of_samples),
-        shifted_by_its_largest,
+        *(shifted_by_its_largest, criterion_that_trains, model_that_scores_itself, listened_to_by_another),
     )
 )
