@@ -130,8 +130,6 @@ class Terms:
         text = text_of(frames_above(__file__))
         trained = {id(one.variable) for one in every if hasattr(one, "variable")}
         if text is not None:
-            self.dropped |= dict.fromkeys(dropped(text, loss, trained, graph))
-            self.half_mixed |= dict.fromkeys(half_mixed(text))
             self._reads(text, loss, trained)
         for one in self.returned.texts(every[:MOST_TOPS]):
             self._reads(one, one.value, trained)
@@ -149,6 +147,8 @@ class Terms:
 
     def _reads(self, text: Text, loss: Tensor, trained: set[int]) -> None:
         """Looks into a loss by what the function that has it says of it."""
+        self.dropped |= dict.fromkeys(dropped(text, loss, trained, graph))
+        self.half_mixed |= dict.fromkeys(half_mixed(text))
         if summands := text.terms():
             self.constants |= dict.fromkeys(constants(text, summands, trained))
             self.divergences |= dict.fromkeys(divergences(text, summands))

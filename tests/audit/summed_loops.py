@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.audit.case import adam
 from tests.audit.loops import Loop
@@ -317,9 +320,72 @@ def mixed_with_one(rank: int, world: int) -> None:
     optimizer.step()
 
 
+# --- losses of a LightningModule, which a library takes backward ---
+
+
+def by_lightning(step: Callable[[nn.Module, Tensor], Tensor], make: Callable[[], nn.Module] = Flow) -> None:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make()
+
+        def training_step(self, batch: list[Tensor], at: int) -> Tensor:
+            return step(self.model, batch[0])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adam(self.model)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_steps=2, accelerator="cpu", enable_model_summary=False, **quiet)
+    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(4 * BATCH, WIDE)), BATCH))
+
+
+def density(model: nn.Module, x: Tensor) -> Tensor:
+    z, log_det = model(x)
+    return (0.5 * z.square().sum(1) - log_det).mean()
+
+
+def density_without_determinant(model: nn.Module, x: Tensor) -> Tensor:
+    z, log_det = model(x)  # noqa: RUF059
+    return 0.5 * z.square().sum(1).mean()
+
+
+def density_with_a_threshold(model: nn.Module, x: Tensor) -> Tensor:
+    z, log_det = model(x)
+    far = (z.abs() > 3).float().mean()
+    return (0.5 * z.square().sum(1) - log_det).mean() + far
+
+
+def half_of_a_mix(model: nn.Module, x: Tensor) -> Tensor:
+    y, part, order = torch.arange(BATCH) % 4, float(torch.rand(())), torch.randperm(BATCH)
+    mixed = part * x + (1 - part) * x[order]
+    return fn.cross_entropy(model(mixed)[0], y)
+
+
+def lightning_density(rank: int, world: int) -> None:
+    by_lightning(density)
+
+
+def lightning_without_determinant(rank: int, world: int) -> None:
+    by_lightning(density_without_determinant)
+
+
+def lightning_with_a_threshold(rank: int, world: int) -> None:
+    by_lightning(density_with_a_threshold)
+
+
+def lightning_with_half_of_a_mix(rank: int, world: int) -> None:
+    by_lightning(half_of_a_mix)
+
+
 WRONG_SUMS: tuple[Loop, ...] = (
     Loop(determinant_dropped, rule="run.result-dropped"),
     Loop(mixed_with_one, rule="run.mixed-half"),
+    Loop(lightning_without_determinant, "lightning", rule="run.result-dropped"),
+    Loop(lightning_with_half_of_a_mix, "lightning", rule="run.mixed-half"),
+    Loop(lightning_with_a_threshold, "lightning", rule="run.term-constant"),
     *(
         Loop(run, rule="run.term-constant")
         for run in (
@@ -336,7 +402,7 @@ RIGHT_SUMS: tuple[Loop, ...] = tuple(
     for run in (
         *(penalty_that_trains, running_scale, running_offset, baseline_subtracted, weight_without_a_gradient),
         *(entropy_of_a_teacher, straight_through, numbers_for_a_log, multiplier_of_a_constraint),
-        *(flows, value_unused, mixed_with_both),
+        *(flows, value_unused, mixed_with_both, lightning_density),
         *(bound_made_a_loss, bound_with_its_own_sign, estimated_from_samples, annealed, penalty_of_a_policy),
     )
 )
