@@ -463,7 +463,9 @@ def _changes_with_pads(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
 
     def cut(one: Tensor) -> Tensor:
         one = chosen(one)
-        return one[:, :longest] if one.dim() > 1 and one.shape[1] == length else one
+        wide = one.dim() > 1 and one.shape[1] == length
+        other = wide and _are_tokens(rest := one[:, longest:]) and bool((rest != rest[:1]).any())  # another text's
+        return one[:, :longest] if wide and not other else one
 
     before, after = asking.outputs(chosen), asking.outputs(cut)
     if before is None or after is None or len(before) != len(after):

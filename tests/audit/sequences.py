@@ -311,9 +311,33 @@ def dropout_on_purpose(rank: int, world: int) -> None:
     classified(Layers(nn.Linear(16, 16), lambda inside, x: fn.dropout(inside(x), 0.2, training=True)))
 
 
+class Bags(nn.Module):
+    """Means of the words of two texts, without their pads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Embedding(WORDS, 16, padding_idx=PAD), nn.Linear(16, 16)
+
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = (
+            self.head(self.enter(text).sum(1) / (text != PAD).sum(1, keepdim=True)) for text in (one, other)
+        )
+        return first, second
+
+
+def matched(model: nn.Module, batch: Any) -> Tensor:
+    first, second = model(*batch)
+    return fn.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+def two_texts_of_one_width(rank: int, world: int) -> None:
+    trained(Bags(), matched, texts(), texts(pads=True))
+
+
 RIGHT_SEQUENCES: tuple[Loop, ...] = (
     *map(Loop, (language, language_of_cut_texts, recurrent_language, language_that_returns_its_loss, time_first)),
     *map(Loop, (words_masked, text_said_again, tagged, padded_and_packed, padded_and_masked)),
+    Loop(two_texts_of_one_width),
     Loop(bert_with_its_mask, "transformers"),
     *map(Loop, (batch_norm, batch_norm_of_each_batch, deviation_of_a_batch, attention_over_places)),
     *map(Loop, (attention_of_turned_samples, state_that_goes_on, dropout_by_mode, dropout_on_purpose)),
