@@ -7,6 +7,7 @@ import runpy
 import sys
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -46,6 +47,7 @@ from prepkit.findings import Finding
 from prepkit.objects.alive import alive
 from prepkit.objects.names import sites
 from prepkit.objects.whole_gradients import average_without
+from prepkit.observe.prepared.around import wraps_behind
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.instead import around_calls, by_plain
 from prepkit.observe.prepared.loaders import prepared_loader
@@ -129,13 +131,17 @@ def audited_at_first_step(
     ``others``: takes that of every other optimizer, before its first step, and stale gradients of later steps. Where
     the others wait for a tensor of this rank, as earlier stages of a pipeline do, each rank looks by itself, and hands
     on its own. ``alone``: is called at each step of what this rank trains by itself, while the others wait for it
-    before they train; it is not looked at. ``later``: takes what was heard before each step behind the first, where no
-    ``others`` do. Raises ``RanksApart`` where not every rank comes.
+    before they train; it is not looked at. Nor is what all ranks train alike, each by itself, before the program wraps
+    what it trains: ``alone`` is called there too. ``later``: takes what was heard before each step behind the first,
+    where no ``others`` do. Raises ``RanksApart`` where not every rank comes.
     """
     later = later if others is None else others.later
     window, earlier, stepped, apart = Window(arrivals=arrivals), Earlier(), dict[int, Any](), list[None]()
+    passed = weakref.WeakSet[Any]()
 
     def begins(optimizer: Any, arguments: Any, named: Any) -> Any:
+        if not stepped and optimizer in passed:
+            return behind_closure(arguments, named, forgets)
         if not stepped and arrivals.others_rest(PLACE):
             apart.append(None)
             return behind_closure(arguments, named, alone)
@@ -147,29 +153,55 @@ def audited_at_first_step(
         stepped[id(optimizer)] = optimizer  # which keeps its id
         return behind_closure(arguments, named, lambda: look(optimizer, first=first))
 
+    def forgets() -> None:
+        for name, value in UNHEARD.items():
+            setattr(window, name, value)
+        alone()
+
     def look(optimizer: Any, *, first: bool) -> None:
-        if apart:
+        if apart or passed:
             gc.collect()  # what this rank has trained by itself, where it is gone
         made = not goes_backward()  # in a hook of the backward some gradients are still to come
         window.awaited = _awaited(optimizer) if made else ()
         asks = _together(arrivals, window.awaited)
         found = audit_step(optimizer, made=made, window=window, ask_ranks=asks, earlier=earlier)
-        tell = heard if others is None or first else partial(others.other, heard=window)
-        tell(everywhere(found) if asks else found)
+        if first and asks and _is_of_each(found.facts, window):
+            passed.add(stepped.pop(id(optimizer)))
+            forgets()
+        else:
+            tell = heard if others is None or first else partial(others.other, heard=window)
+            tell(everywhere(found) if asks else found)
 
     with window.on():
         handle = register_optimizer_step_pre_hook(begins)  # behind those of the window
         try:
             yield
             if stepped and others is not None:
-                others.later(
-                    {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
-                )  # behind the last step
-            if apart and not stepped:
-                own = f"Rank {world().rank} has made {len(apart):,} steps"
-                arrivals.parts(f"{own} while no other rank had called a model, and none has stepped with it")
+                last = {"loaded_itself": tuple(window.loads.itself), **window.copies.told()}
+                others.later(last)  # behind the last step
+            if not stepped:
+                _parts(arrivals, len(apart))
         finally:
             handle.remove()
+
+
+def _parts(arrivals: Arrivals, steps: int) -> None:
+    """Where this rank has stepped alone."""
+    if steps:
+        own = f"Rank {world().rank} has made {steps:,} steps"
+        arrivals.parts(f"{own} while no other rank had called a model, and none has stepped with it")
+
+
+UNHEARD: dict[str, Any] = {"backwards": 0, "draws": ""}
+UNHEARD |= dict.fromkeys(("undivided", "scaled", "clipped_scaled", "clipped_none", "clipped_spent"), False)
+"""What a ``Window`` has heard of a training that is over."""
+
+
+def _is_of_each(facts: RunFacts, window: Window) -> bool:
+    """Whether each rank trains the same by itself, as a teacher of its own, before the program wraps a model."""
+    found = facts.gradients
+    alike = found is not None and bool(found.compared) and not (found.parted or found.on_some_ranks)
+    return alike and not window.reduced and not any(one.averaged_by for one in facts.params) and wraps_behind()
 
 
 def _awaited(optimizer: Any) -> tuple[nn.Parameter, ...]:

@@ -240,6 +240,51 @@ def test_what_one_rank_trains_while_the_others_wait_is_no_part_of_what_all_train
     assert "Rank 0 has made 8 steps while no other rank had called a model, and none has stepped with it" in out + err
 
 
+ALL_FIRST = f"""{MODEL}
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def fit(teacher):
+    by = torch.optim.Adam(teacher.parameters())
+    for x, y in DataLoader(data, batch_size=4):
+        by.zero_grad()
+        (OF_RANK * (teacher(x) - y)).square().mean().backward()
+        by.step()
+    return teacher.requires_grad_(False)
+teacher = fit(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)))
+for param in model.parameters():
+    dist.broadcast(param.data, 0)
+WRAPS
+optimizer = torch.optim.AdamW(model.parameters())
+for x, y in DataLoader(data, batch_size=4, sampler=torch.utils.data.DistributedSampler(data)):
+    optimizer.zero_grad()
+    (model(x) - teacher(x)).square().mean().backward()
+    optimizer.step()
+"""
+WRAPS = "model = nn.parallel.DistributedDataParallel(model)"
+
+
+@pytest.mark.parametrize("words", [(), ("--prove",)], ids=["audit", "prove"])
+def test_what_all_ranks_train_alike_before_the_program_wraps_a_model_is_passed(
+    run: Auditor, words: tuple[str, ...]
+) -> None:
+    def ran(wraps: str, of_rank: str = "1.0") -> tuple[int, str]:
+        text = ALL_FIRST.replace("WRAPS", wraps).replace("OF_RANK", of_rank)
+        code, out, err = run(text, *words, "train.py", world=2)
+        return code, out + err
+
+    code, out = ran(WRAPS)
+    assert code == 0, out
+    assert "ddp over 2 ranks; AdamW" in out
+    assert not words or "proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain" in out
+    assert not {line.split()[0] for line in out.splitlines() if line.strip()} & {"warning", "error"}, out
+    code, out = ran(f"if dist.get_rank() > 5:\n    {WRAPS}")  # which nobody is
+    assert "Adam" in out
+    assert "ddp over" not in out
+    code, out = ran(WRAPS, "(1 + dist.get_rank())")
+    assert code == 1, out
+    assert ("trained not as plain torch" if words else "run.not-averaged") in out
+
+
 LEAVES_OUT = f"""{MODEL}
 import torch.distributed as dist
 dist.init_process_group("gloo")

@@ -272,6 +272,30 @@ def stepped_next(frames: Iterable[FrameType]) -> list[Any]:
     return [one for one in found if one is not None]
 
 
+def wraps_behind() -> bool:
+    """Return whether the program wraps a model, or has a library wrap it, further on: outside of any branch."""
+    for frame in own_frames():
+        for body, _ in _bodies(parsed(frame.f_code.co_filename), frame.f_lineno):
+            behind = [one for one in body if one.lineno > frame.f_lineno and isinstance(one, ast.Assign | ast.Expr)]
+            calls = (one for each in behind for one in ast.walk(each) if isinstance(one, ast.Call))
+            if any(_wraps(frame, one) for one in calls):
+                return True
+    return False
+
+
+def _wraps(frame: FrameType, call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("prepare", "prepare_model", "setup", "setup_module"):
+        return type(known(frame, call.func.value)).__name__ in ("Accelerator", "Fabric")
+    function = known(frame, call.func)
+    return getattr(function, "__name__", "") in WRAP and str(getattr(function, "__module__", "")).startswith(_WRAPPING)
+
+
+WRAP = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "parallelize_module"})
+WRAP |= {"initialize"}
+"""Classes and functions that wrap a model."""
+_WRAPPING = ("torch.", "deepspeed")
+
+
 def _bodies(tree: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.AST]]:
     """Lists of statements around a line, the innermost first, each with whose body it is; those of its function."""
     found: list[tuple[list[ast.stmt], ast.AST]] = []
