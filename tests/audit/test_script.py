@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from prepkit.auditing import window
+from prepkit.auditing.at_step import _loaders, audit_step
 from prepkit.auditing.audit import audit
 from prepkit.auditing.looks import is_of_a_loop
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.script import _loaders, audit_step, told
+from prepkit.auditing.script import told
 from prepkit.observe.prepared.loaders import first_sample, prepared_loader
 from tests.audit.by_libraries import accelerator
 from tests.audit.case import ROOT, WIDTH, adam, net, rows
