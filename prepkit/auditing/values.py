@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ast
-import re
-import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import islice, takewhile
+from itertools import takewhile
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,12 +19,12 @@ from torch import Tensor, nn
 
 from prepkit.auditing.loops import Draws, random_states
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
-from prepkit.facts.values import LostSums, Permuted, ValueFacts
+from prepkit.auditing.written import MOST_LOOKS, CallPlace, Writes, place_of
+from prepkit.facts.values import Permuted, ValueFacts
 from prepkit.observe.prepared.around import (
     Line,
     frames_above,
     innermost,
-    is_foreign,
     is_of_library,
     line_of_program,
     lines_of_program,
@@ -44,27 +42,14 @@ FEWEST = 16
 """Of fewer numbers nothing is told."""
 MOST_NUMBERS = 1 << 16
 """Of more, so many of all are looked at."""
-MOST_LOOKS = 8
-"""How often one line is looked at."""
 BLENDS = ("linear", "bilinear", "bicubic", "trilinear", "area")
 """Modes of ``interpolate`` that compute means of what lies beside each other."""
 MOST_CLASSES = 255
 """Of masks that are pictures themselves are as many levels, and no classes."""
 MOST_BLENDED = 16
 """Blends that are kept."""
-MOST_HOLDERS = 16
-"""Of a tensor with more references somebody keeps one."""
-MOST_INDICES = 1 << 16
-"""Of the places that are written at once."""
 LOOKS = 3
 """In so many steps one behind the other a line seeds with one number before it is said to do so in each."""
-MOST_PAIRS = 64
-"""Values for one place that are compared with each other."""
-COUNTED = re.compile(r"count|hist|freq|num|deg|usage|load", re.IGNORECASE)
-"""Of tables to which 1 is added names that say that they count."""
-CallPlace = tuple[CodeType, int]
-"""One call in the text of a program: of several in a line each is another."""
-WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 NOTHING = Permuted(line="", function="", before=(), after=())
 
 
@@ -92,12 +77,7 @@ class Computing:
     """Means of whole numbers, of which most are none."""
     _blended: dict[str, None] = field(factory=dict)
     """Lines that make whole numbers of these."""
-    _lost: dict[CallPlace, LostSums] = field(factory=dict)
-    _away: dict[CallPlace, tuple[str, str, str]] = field(factory=dict)
-    _fewest: int = 0
-    """Holders of what nobody keeps, as they are counted where a write is heard."""
-    _probes: bool = False
-    """Whether such a one is written now."""
+    _writes: Writes = field(factory=Writes)
     _seeds: dict[str, _Seeded] = field(factory=dict)
     """By line of the program."""
     _draws: Draws = field(factory=Draws)
@@ -115,7 +95,7 @@ class Computing:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
             stack.enter_context(around_calls(nn.functional, "interpolate", self._interpolates))
-            stack.enter_context(around_calls(Tensor, "__setitem__", self._sets))
+            stack.enter_context(self._writes.on())
             yield
 
     def facts(self) -> ValueFacts:
@@ -128,8 +108,8 @@ class Computing:
             repeated=self._draws.told(),
             not_called=tuple(_not_called()),
             blended=tuple(self._blended),
-            lost_sums=tuple(self._lost.values()),
-            written_away=tuple(self._away.values()),
+            lost_sums=tuple(self._writes.lost.values()),
+            written_away=tuple(self._writes.away.values()),
         )
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:
@@ -164,7 +144,7 @@ class Computing:
 
     def _reshaped(self, name: str, tensor: Tensor, after: torch.Size) -> None:
         frame = _caller()
-        if frame is None or self._shapes.get(place := _place(frame), NOTHING) is None:
+        if frame is None or self._shapes.get(place := place_of(frame), NOTHING) is None:
             return
         order = permuted(tuple(tensor.shape), tuple(after))
         call = call_at(frame, RESHAPES) if order else None
@@ -193,166 +173,15 @@ class Computing:
             self._blends.append(weakref.ref(result))
         return result
 
-    def _sets(self, plain: Any, *given: Any) -> Any:
-        holders = sys.getrefcount(given[0])
-        if self._probes:
-            self._fewest = self._fewest or holders  # a mode of torch calls it once more, and holds it too
-        elif holders < MOST_HOLDERS and not torch.compiler.is_compiling() and _owns(given[0]):
-            self._writes_away(holders)
-        if not torch.compiler.is_compiling() and type(given[0]) is Tensor and type(given[-1]) is Tensor:
-            written = _written(given[0], given[1])
-            if written is not None and torch._C._functorch.maybe_current_level() is None:
-                self._writes(given[0], given[1], given[2], written)
-        return plain(*given)
-
-    def _writes_away(self, holders: int) -> None:
-        """Looks for what is written to a copy that nobody holds, as indexing by a mask, or by places, makes one."""
-        frame = _program()
-        if frame is None or self._looked[place := _place(frame)] >= MOST_LOOKS or place in self._away:
-            return
-        self._looked[place] += 1
-        written = _written_at(frame)
-        if written is not None and isinstance(written[1].value, ast.Subscript):
-            statement, target = written
-            self._fewest, self._probes = 0, True
-            if isinstance(statement, ast.AugAssign):
-                torch.zeros(1)[[0]][:1] *= 1.0  # has as few holders as can be
-            else:
-                torch.zeros(1)[[0]][:1] = 0.0
-            self._probes = False
-            if holders <= self._fewest:
-                self._away[place] = line_of_program([frame]), ast.unparse(target), ast.unparse(target.value)
-
-    def _writes(self, tensor: Tensor, index: Any, value: Tensor, written: _Written) -> None:
-        """Looks for several values of one place, each a sum with what stood there, of which one is kept."""
-        frame = _program()
-        if frame is None or tensor.is_meta or self._looked[place := _place(frame)] >= MOST_LOOKS or place in self._lost:
-            return
-        self._looked[place] += 1
-        if (said := _said_sum(frame)) is None:
-            return
-        with torch.no_grad():
-            first, second = written.repeats()
-            if not len(first) or value.shape != written.shape(tensor):
-                return
-            one, other = (written.rows(value, some[:MOST_PAIRS]) for some in (first, second))
-            added = one - written.rows(tensor[index], first[:MOST_PAIRS]) if COUNTED.search(said[0]) else None
-            if bool((one != other).any()) or (added is not None and bool((added == 1).all())):
-                line, instead = line_of_program([frame]), written.adds(*said)
-                self._lost[place] = LostSums(line=line, said=said[2], repeats=len(first), instead=instead)
-
     def _cast(self, name: str, tensor: Tensor) -> None:
         frame = _caller()
         if frame is None or tensor.numel() < FEWEST or tensor.is_meta:
             return
-        place = _place(frame)
+        place = place_of(frame)
         if self._looked[place] < MOST_LOOKS and self._emptied.get(place, ("", "")) is not None:
             self._looked[place] += 1
             told = (line_of_program([frame]), name) if _become_nothing(tensor.detach()) else None
             self._emptied[place] = told
-
-
-@frozen(eq=False)
-class _Written:
-    """Places that are written at once: along ``dim``, and as many behind it as there are tensors of whole numbers."""
-
-    dim: int
-    ids: tuple[Tensor, ...]
-    """Each of one shape."""
-    sizes: tuple[int, ...]
-
-    def repeats(self) -> tuple[Tensor, Tensor]:
-        """Pairs of values that are written to one place."""
-        keys = torch.zeros_like(self.ids[0].flatten()[:MOST_INDICES], dtype=torch.long)
-        for ids, size in zip(self.ids, self.sizes, strict=True):
-            keys = keys * size + ids.flatten()[:MOST_INDICES].long() % size
-        order = keys.argsort()
-        same = keys[order][1:] == keys[order][:-1]
-        return order[:-1][same], order[1:][same]
-
-    def shape(self, tensor: Tensor) -> torch.Size | None:
-        """That of what is written, where all before and behind is written whole."""
-        behind = tensor.shape[self.dim + len(self.ids) :]
-        return torch.Size((*tensor.shape[: self.dim], *self.ids[0].shape, *behind))
-
-    def rows(self, value: Tensor, some: Tensor) -> Tensor:
-        """Values for these."""
-        ids = self.ids[0].dim()
-        return value.detach().flatten(self.dim, self.dim + ids - 1).index_select(self.dim, some.to(value.device))
-
-    def adds(self, target: str, added: str, said: str) -> str:
-        """What keeps all of them, as code; empty: that takes more than a line."""
-        place = ast.parse(target, mode="eval").body
-        if not isinstance(place, ast.Subscript) or len(self.ids) > 1 or self.ids[0].dim() > 1:
-            return ""
-        inside = place.slice.elts if isinstance(place.slice, ast.Tuple) else [place.slice]
-        owner, names = ast.unparse(place.value), ast.unparse(inside[self.dim])
-        minus = f"{owner}[" in said and ("-=" in said or " - " in said)
-        if added in ("1", "1.0") and len(inside) == 1:
-            return f"{owner} {'-' if minus else '+'}= torch.bincount({names}, minlength=len({owner}))"
-        return f"{owner}.index_add_({self.dim}, {names}, {added}{', alpha=-1' if minus else ''})"
-
-
-def _written(tensor: Tensor, index: Any) -> _Written | None:
-    """Places that tensors of whole numbers name one by one; None: something else is written, such as by a mask."""
-    parts = index if isinstance(index, tuple) else (index,)
-    at = next((at for at, one in enumerate(parts) if isinstance(one, Tensor)), None)
-    if at is None or any(one != slice(None) for one in parts[:at] if isinstance(one, slice)):
-        return None
-    ids = [*takewhile(lambda one: isinstance(one, Tensor), parts[at:])]
-    others = (*parts[:at], *parts[at + len(ids) :])
-    whole = all(type(one) is Tensor and one.dtype in WHOLE for one in ids)
-    if not whole or any(not isinstance(one, slice) or one != slice(None) for one in others):
-        return None
-    try:
-        spread = torch.broadcast_tensors(*ids)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return None  # which the write will say itself
-    sizes = tuple(tensor.shape[at : at + len(ids)])
-    return _Written(at, spread, sizes) if spread[0].numel() > 1 and len(sizes) == len(ids) and all(sizes) else None
-
-
-def _said_sum(frame: FrameType) -> tuple[str, str, str] | None:
-    """Of ``t[i] += v``, or ``t[i] = t[i] + v``, that a frame runs: ``t[i]``, ``v`` and the whole; None: of no other.
-
-    Nor of a ``v`` that is computed from ``t``, as of an average of which each has its turn.
-    """
-    if (written := _written_at(frame)) is None:
-        return None
-    statement, target = written
-    return _sum_of(statement, ast.unparse(target), ast.unparse(target.value))
-
-
-def _written_at(frame: FrameType) -> tuple[ast.AST, ast.Subscript] | None:
-    """The statement that a frame runs, and what it writes to by an index; None: it does not."""
-    position = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
-    for one in nodes_of(parsed(frame.f_code.co_filename), ast.Assign, ast.AugAssign):
-        targets = one.targets if isinstance(one, ast.Assign) else [one.target]
-        for target in (each for each in targets if isinstance(each, ast.Subscript)):
-            if (target.lineno, target.end_lineno, target.col_offset, target.end_col_offset) == position:
-                return one, target
-    return None
-
-
-def _owns(tensor: Any) -> bool:
-    """Return whether it is no view, and no array of numpy's."""
-    plain = type(tensor) is Tensor and tensor._base is None and not tensor.is_meta and tensor.layout == torch.strided
-    return plain and torch._C._functorch.maybe_current_level() is None and tensor.untyped_storage().resizable()
-
-
-def _sum_of(node: ast.AST, target: str, owner: str) -> tuple[str, str, str] | None:
-    added: ast.expr | None = None
-    match node:
-        case ast.AugAssign(op=ast.Add() | ast.Sub(), value=value):
-            added = value
-        case ast.Assign(value=ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right)):
-            if ast.unparse(left) == target:
-                added = right
-            elif ast.unparse(right) == target and isinstance(op, ast.Add):
-                added = left
-    if added is None or any(ast.unparse(one) == owner for one in ast.walk(added) if isinstance(one, ast.expr)):
-        return None
-    return target, ast.unparse(added), ast.unparse(node)
 
 
 def _become_nothing(numbers: Tensor) -> bool:
@@ -377,15 +206,6 @@ def _caller() -> FrameType | None:
     """The frame of the program that calls; None: a library calls."""
     frame = next(frames_above(__file__), None)
     return None if frame is None or is_of_library(frame) else frame
-
-
-def _program() -> FrameType | None:
-    """The innermost frame of the program, whatever listens between."""
-    return next((one for one in frames_above(__file__) if not is_foreign(one.f_code.co_filename)), None)
-
-
-def _place(frame: FrameType) -> CallPlace:
-    return frame.f_code, frame.f_lasti
 
 
 # --- seeds ---

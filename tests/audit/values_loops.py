@@ -129,6 +129,28 @@ def scales_columns_of_named_rows(total: Tensor, ids: Tensor, sent: Tensor) -> Te
     return adds_by_index_add(total, ids, sent) * part
 
 
+def zeroes_chosen_rows(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    part = torch.ones(8, 5)
+    part[part.sum(1) > 1].zero_()
+    return adds_by_index_add(total, ids, sent) * part
+
+
+def clamps_named_rows(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    part = torch.ones(8, 5)
+    part[[0, 2]].clamp_(max=0.5)
+    return adds_by_index_add(total, ids, sent) * part
+
+
+def changes_what_is_held(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
+    part, parts = torch.ones(8, 5), {"one": torch.ones(8, 5)}
+    part[:2].zero_()
+    part[3].fill_(2)
+    parts["one"].mul_(0.5)
+    part[[4, 5]] = part[[4, 5]].mul_(3)
+    drawn = part[[6]].normal_()
+    return adds_by_index_add(total, ids, sent) * part * parts["one"] + 0 * drawn
+
+
 def writes_to_what_is_held(total: Tensor, ids: Tensor, sent: Tensor) -> Tensor:
     parts, part = [torch.ones(8, 5), torch.ones(8, 5)], torch.ones(8, 5)
     known = {"part": part[[*range(8)]]}
@@ -325,6 +347,8 @@ WRONG_VALUES: tuple[Loop, ...] = (
         "run.written-away",
         summed("columns_of_chosen_rows_written", writes_columns_of_chosen_rows),
         summed("columns_of_named_rows_scaled", scales_columns_of_named_rows),
+        summed("chosen_rows_zeroed", zeroes_chosen_rows),
+        summed("named_rows_clamped", clamps_named_rows),
     ),
     *wrong(
         "run.reseeded-steps",
@@ -340,6 +364,7 @@ WRONG_VALUES: tuple[Loop, ...] = (
 )
 RIGHT_VALUES: tuple[Loop, ...] = (
     summed("messages_of_one_each", adds_at, APART),
+    summed("held_rows_changed", changes_what_is_held),
     summed("written_to_what_is_held", writes_to_what_is_held),
     summed("written_to_what_is_held_under_a_device", writes_to_what_is_held_under_a_device),
     summed("messages_added_by_index_add", adds_by_index_add),

@@ -61,6 +61,7 @@ def _away(facts: RunFacts) -> Iterator[Hit]:
     for line, said, copy in _values(facts).written_away:
         rest = said.removeprefix(copy)
         fix = f"Write it by one index: {copy[:-1]}, {rest[4:]} = ..." if rest.startswith("[:, ") else ""
+        fix = f"Write what the method gives back: {copy} = {said}(...)." if rest.endswith("_") else fix
         what = f"`{said}` is written in a copy that `{copy}` makes and nobody keeps: what it was taken from stays as it"
         yield Hit(line, f"{what} was.", fix)
 
