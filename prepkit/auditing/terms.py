@@ -15,9 +15,9 @@ from torch.autograd import grad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from prepkit.auditing.given_back import GivenBack
 from prepkit.auditing.leftovers import dropped, half_mixed
 from prepkit.auditing.losses import SHAPES
-from prepkit.auditing.returned import Returned
 from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
 from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
@@ -66,7 +66,7 @@ ASKS = AskedTerms()
 class Terms:
     """Listens inside ``on()`` to what goes backward, and looks into the first loss of each line, before it does."""
 
-    returned: Returned = field(factory=Returned)
+    given_back: GivenBack = field(factory=GivenBack)
     _lines: set[str] = field(factory=set)
     _hooked: bool = False
     """Whether hooks hang on tensors, or on what graphs save, which must not run twice."""
@@ -84,7 +84,7 @@ class Terms:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
-            stack.enter_context(self.returned.on())
+            stack.enter_context(self.given_back.on())
             for home, name in ((Tensor, "register_hook"), (Tensor, "retain_grad"), (saved_tensors_hooks, "__enter__")):
                 stack.enter_context(around_calls(home, name, self._hooks))
             yield
@@ -117,7 +117,7 @@ class Terms:
             if is_new and type(loss) is Tensor and loss.numel() == 1 and loss.grad_fn is not None:
                 self._lines.add(line)
                 self._looks(loss, line)
-            self.returned.ends()
+            self.given_back.ends()
         return plain(tensors, *given, **named)
 
     def _looks(self, loss: Tensor, line: str) -> None:
@@ -131,7 +131,7 @@ class Terms:
         trained = {id(one.variable) for one in every if hasattr(one, "variable")}
         if text is not None:
             self._reads(text, loss, trained)
-        for one in self.returned.texts(every[:MOST_TOPS]):
+        for one in self.given_back.texts(every[:MOST_TOPS]):
             self._reads(one, one.value, trained)
         if not self._hooked:
             shapes = (_shape(one) for one in every if name_of(one) in ("Min", "Max") and _takes_masked(one))

@@ -28,7 +28,7 @@ _PAUSES = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
 @frozen(eq=False)
-class ReturnText(Text):
+class GivesBack(Text):
     """A function of a program that has given back a loss."""
 
     said: ast.expr
@@ -41,7 +41,7 @@ class ReturnText(Text):
 
 
 @define(eq=False)
-class Returned:
+class GivenBack:
     """Listens inside ``on()``, from a call of a module up to what goes backward behind it, in this thread."""
 
     _held: deque[tuple[FrameType, Any, Tensor]] = field(factory=lambda: deque(maxlen=MOST_HELD))
@@ -76,12 +76,12 @@ class Returned:
         self._listens = False
         self._held.clear()
 
-    def texts(self, nodes: Collection[Any]) -> Iterator[ReturnText]:
+    def texts(self, nodes: Collection[Any]) -> Iterator[GivesBack]:
         """The functions that have given back one of these nodes, where their text says by what expression."""
         for frame, place, value in [*self._held]:
             text = text_of([frame]) if value.grad_fn in nodes else None
             if text is not None and (said := _said(text, place)) is not None:
-                yield ReturnText(frame=frame, body=text.body, said=said, value=value)
+                yield GivesBack(frame=frame, body=text.body, said=said, value=value)
 
     def _hears(self, frame: FrameType, event: str, given: Any) -> None:
         code = frame.f_code
