@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
+from prepkit.proving.collectives import Answers
 from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
 from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
@@ -54,6 +55,8 @@ class Called:
     """Parameters that trained nothing in it."""
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
+    asked: Answers = field(factory=Answers)
+    """What its own collectives gave."""
 
     @classmethod
     def of(cls, root: nn.Module, args: Any, kwargs: Any, tell: Callable[[str], None]) -> Called:
@@ -85,6 +88,7 @@ class Called:
 
     def ended(self, output: Any, adding: Adding) -> None:
         """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
+        self.asked.ended()
         found = list(tree.tensors_of(output))
         self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
         for place, tensor in enumerate(found):
@@ -101,10 +105,12 @@ class Called:
     @property
     def nbytes(self) -> int:
         """Bytes of what it was given, of buffers and of generators."""
-        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values(), *self.draws.values()))
+        held = (*self.tensors.values(), *self.buffers.values(), *self.draws.values())
+        return sum(one.nbytes for one in held) + self.asked.nbytes
 
     def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
         """Yield its tensors by their keys in a record, where it is the call of this number."""
+        yield from ((f"asked/{at}/{key}", one) for key, one in self.asked.held())
         of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen))
         for kind, tensors in (*of, ("before", self.buffers), ("draw", self.draws)):
             yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
@@ -122,6 +128,7 @@ class Called:
             evaluating=self.evaluating,
             frozen=tuple(name for name in self.frozen if name in trains),
             apart=len(set(self.ends)) == 1,
+            asked=self.asked.recorded(),
         )
 
 

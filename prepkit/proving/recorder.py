@@ -27,6 +27,7 @@ from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.observe.prepared.instead import around_calls, called_first
 from prepkit.proving import bare
 from prepkit.proving.called import Called, by_each, leaves_listened, micro_of, place_in
+from prepkit.proving.collectives import listened
 from prepkit.proving.hooks import (
     asked_for,
     begin_anew,
@@ -135,6 +136,7 @@ class Recorder(Turns):
                 (torch.amp.GradScaler, "step", self._tried),
                 *self._clips.places(self._clippable, self._micros),
                 (TokenWindow, "weighed", self.around.weighed),
+                *listened(lambda: next((one.asked for one in self._calls[-1:] if one.asked.open), None)),
             )
             for home, name, instead in around:
                 stack.enter_context(around_calls(home, name, in_place_of(instead, self.fails)))

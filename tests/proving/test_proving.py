@@ -19,6 +19,7 @@ from prepkit.findings import FindingWarning, PlanRejected, Severity
 from prepkit.observe.env import observe_env
 from prepkit.proving import spawned
 from prepkit.proving.record_file import FORMAT, path_of, read
+from tests.proving.asking import ERRORS_ASKING, RIGHT_ASKING
 from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import ALWAYS_TRIED, BY_LIBRARIES, RIGHT_BY_LIBRARIES
@@ -34,7 +35,7 @@ from tests.support.gang import Gang
 from tests.support.script import LAUNCHER, Ran, run_typed
 
 SHARE = (*DRAWN_ERRORS[::9], *BY_LIBRARIES[::11], *(one for one in ALWAYS_TRIED if one not in BY_LIBRARIES[::11]))
-MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *SHARE))
+MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *ERRORS_ASKING, *SHARE))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
 
 
@@ -59,7 +60,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     [
         *RIGHT[::2],
         *RIGHT[-1:],
-        *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND)),
+        *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND, *RIGHT_ASKING)),
         *map(Right, DRAWN_RIGHT[::13]),
         *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
     ],

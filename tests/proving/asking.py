@@ -1,0 +1,270 @@
+"""Models whose forward asks other ranks, by collectives without a gradient and with one: right, wrong and unproven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as through
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from tests.proving.unusual import Counts, averaged, seeded, trained
+from tests.proving.window import DDP, WIDTH, Net, Window, adam, micros
+
+Count = Callable[[Tensor], Tensor]
+
+
+class ByTokens(Net):
+    """Returns its loss: a sum over the labels that count, divided by what ``count`` says of them."""
+
+    def __init__(self, count: Count, by: float = 1.0, *, masks: bool = False) -> None:
+        super().__init__()
+        self.count, self.by, self.masks = count, by, masks
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        outputs, counts = super().forward(x), y >= 0
+        if self.masks:
+            each = functional.cross_entropy(outputs, y.clamp(min=0), reduction="none")
+            return self.by * (each * counts).sum() / self.count(counts)
+        return self.by * functional.cross_entropy(outputs, y, ignore_index=-1, reduction="sum") / self.count(counts)
+
+
+def ragged(number: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Micro-batches of which another part counts on each rank."""
+    for at, (x, y) in enumerate(micros(number)):
+        yield x, y.where(torch.arange(6) < (5, 3, 4)[(dist.get_rank() + at) % 3], -1)
+
+
+def by_tokens(model: nn.Module) -> Window:
+    optimizer = adam(model)
+
+    def train() -> None:
+        model(*next(ragged(1))).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+# --- how ranks count ---------------------------------------------------------------------------------------------------
+
+
+def in_place(counts: Tensor) -> Tensor:
+    count = counts.sum()
+    dist.all_reduce(count)
+    return count
+
+
+def in_the_background(counts: Tensor) -> Tensor:
+    count = counts.sum().float()
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    work.wait()
+    return count.clamp_(min=1)
+
+
+def gathered(counts: Tensor) -> Tensor:
+    mine = counts.sum().view(1)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    dist.barrier()
+    return torch.cat(every).sum()
+
+
+def gathered_into_one(counts: Tensor) -> Tensor:
+    every = torch.empty(dist.get_world_size(), dtype=torch.long)
+    dist.all_gather_into_tensor(every, counts.sum().view(1))
+    return every.sum()
+
+
+def gathered_as_objects(counts: Tensor) -> Tensor:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {"tokens": int(counts.sum())})
+    return torch.tensor(sum(one["tokens"] for one in every))
+
+
+def sent_from_rank_0(counts: Tensor) -> Tensor:
+    count = counts.sum()
+    dist.reduce(count, 0)
+    dist.broadcast(count, 0)
+    return count
+
+
+def known_to_rank_0_alone(counts: Tensor) -> Tensor:
+    count = counts.sum()
+    dist.reduce(whole := count.clone(), 0)
+    return whole if dist.get_rank() == 0 else count
+
+
+WAYS: tuple[Count, ...] = (
+    in_place,
+    in_the_background,
+    gathered,
+    gathered_into_one,
+    gathered_as_objects,
+    sent_from_rank_0,
+)
+
+
+def _program(name: str, make: Callable[[], nn.Module]) -> Callable[[int, int], Window]:
+    def program(rank: int, world: int) -> Window:
+        return by_tokens(DDP(seeded(make)))
+
+    program.__name__ = name
+    return program
+
+
+RIGHT_BY_TOKENS = [_program(f"tokens_{one.__name__}", lambda one=one: ByTokens(one, 2.0)) for one in WAYS]  # type: ignore[misc]
+WRONG_BY_TOKENS = [_program(f"halved_{one.__name__}", lambda one=one: ByTokens(one)) for one in WAYS]  # type: ignore[misc]
+
+
+# --- right -------------------------------------------------------------------------------------------------------------
+
+
+def collective_in_the_forward(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Counts)))
+
+
+def masked_by_tokens(rank: int, world: int) -> Window:
+    return by_tokens(DDP(seeded(lambda: ByTokens(in_place, 2.0, masks=True))))
+
+
+class Statistics(Net):
+    """Norms its inputs by a running mean over all ranks, as batch norms by hand do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = self.enter(x).mean(0)
+            dist.all_reduce(mean)
+            self.mean.lerp_(mean / dist.get_world_size(), 0.1)  # type: ignore[operator]
+        return super().forward(x - self.mean)
+
+
+def statistics_of_all_ranks(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Statistics)))
+
+
+def statistics_under_fsdp2(rank: int, world: int) -> Window:
+    """Whose own collectives are none of the model's."""
+    model = seeded(Statistics)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+    return trained(model)
+
+
+def statistics_and_averages_by_hand(rank: int, world: int) -> Window:
+    return trained(seeded(Statistics), then=averaged)
+
+
+class ByRank(Net):
+    """Lets rank 0 alone say by what all divide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().max() if dist.get_rank() == 0 else torch.zeros(())
+        dist.broadcast(scale, 0)
+        return super().forward(x / scale)
+
+
+def as_rank_0_says(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(ByRank)))
+
+
+# --- not proven --------------------------------------------------------------------------------------------------------
+
+
+class WithGradient(Net):
+    def __init__(self, gather: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gather = gather
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.gather(self.enter(x)).mean()
+
+
+class Summed(torch.autograd.Function):
+    """As layers that are cut by hand have it, whose backward hands on what it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        dist.all_reduce(x := x.clone())
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx
+        return grads[0]
+
+
+def gathered_with_its_graph(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(lambda: WithGradient(lambda x: torch.cat(through.all_gather(x))))))
+
+
+def summed_in_a_function_of_autograd(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(lambda: WithGradient(Summed.apply))))
+
+
+def summed_without_its_graph(rank: int, world: int) -> Window:
+    def gather(x: Tensor) -> Tensor:
+        every = [torch.empty_like(x) for _ in range(world)]
+        dist.all_gather(every, x)
+        return torch.cat(every)
+
+    return trained(DDP(seeded(lambda: WithGradient(gather))))
+
+
+def more_than_is_kept(rank: int, world: int) -> Window:
+    def gather(x: Tensor) -> Tensor:
+        dist.all_reduce(large := torch.ones(1 << 21))
+        return x * large[0]
+
+    return trained(DDP(seeded(lambda: WithGradient(gather))))
+
+
+class Twice(Net):
+    """Asks once more each time, up to four times, and uses the last answer."""
+
+    asked = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).asked += 1
+        scale = torch.ones(())
+        for _ in range(min(self.asked, 2) if self.training else 0):
+            dist.all_reduce(scale)
+        return super().forward(x)
+
+
+def another_number_of_collectives(rank: int, world: int) -> Window:
+    Twice.asked = 0
+    model = DDP(seeded(Twice))
+    return trained(model, 1)
+
+
+RIGHT_ASKING = (
+    *RIGHT_BY_TOKENS,
+    collective_in_the_forward,
+    masked_by_tokens,
+    statistics_of_all_ranks,
+    statistics_under_fsdp2,
+    statistics_and_averages_by_hand,
+    as_rank_0_says,
+)
+OWN = "the model calls a collective of its own (c10d::"
+ERRORS_ASKING: tuple[tuple[Any, ...], ...] = (
+    *((one, "prove.averaged-twice", "0.500 x what they should be") for one in WRONG_BY_TOKENS),
+    (_program("known_to_rank_0", lambda: ByTokens(known_to_rank_0_alone)), "prove.tokens"),
+    (gathered_with_its_graph, "prove.unproven", OWN),
+    (summed_in_a_function_of_autograd, "prove.unproven", OWN),
+    (summed_without_its_graph, "prove.unproven", OWN),
+    (more_than_is_kept, "prove.unproven", OWN),
+    (another_number_of_collectives, "prove.unproven", "does not repeat the collectives of the run (allreduce"),
+)
+"""Each with its rule and a word of its text."""
