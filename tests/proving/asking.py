@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as through
+from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -49,7 +50,7 @@ def by_tokens(model: nn.Module) -> Window:
     return Window(model, train)
 
 
-# --- how ranks count ---------------------------------------------------------------------------------------------------
+# --- how ranks count -------------------------------------------------------------------------------------------------
 
 
 def in_place(counts: Tensor) -> Tensor:
@@ -109,19 +110,22 @@ WAYS: tuple[Count, ...] = (
 )
 
 
-def _program(name: str, make: Callable[[], nn.Module]) -> Callable[[int, int], Window]:
-    def program(rank: int, world: int) -> Window:
-        return by_tokens(DDP(seeded(make)))
+@frozen
+class Program:
+    """One window by tokens under DDP."""
 
-    program.__name__ = name
-    return program
+    count: Count
+    by: float = 1.0
+
+    @property
+    def __name__(self) -> str:
+        return f"tokens_{self.count.__name__}_times_{self.by:g}"
+
+    def __call__(self, rank: int, world: int) -> Window:
+        return by_tokens(DDP(seeded(lambda: ByTokens(self.count, self.by))))
 
 
-RIGHT_BY_TOKENS = [_program(f"tokens_{one.__name__}", lambda one=one: ByTokens(one, 2.0)) for one in WAYS]  # type: ignore[misc]
-WRONG_BY_TOKENS = [_program(f"halved_{one.__name__}", lambda one=one: ByTokens(one)) for one in WAYS]  # type: ignore[misc]
-
-
-# --- right -------------------------------------------------------------------------------------------------------------
+# --- right -----------------------------------------------------------------------------------------------------------
 
 
 def collective_in_the_forward(rank: int, world: int) -> Window:
@@ -177,7 +181,7 @@ def as_rank_0_says(rank: int, world: int) -> Window:
     return trained(DDP(seeded(ByRank)))
 
 
-# --- not proven --------------------------------------------------------------------------------------------------------
+# --- not proven ------------------------------------------------------------------------------------------------------
 
 
 class WithGradient(Net):
@@ -249,7 +253,7 @@ def another_number_of_collectives(rank: int, world: int) -> Window:
 
 
 RIGHT_ASKING = (
-    *RIGHT_BY_TOKENS,
+    *(Program(one, 2.0) for one in WAYS),
     collective_in_the_forward,
     masked_by_tokens,
     statistics_of_all_ranks,
@@ -259,8 +263,8 @@ RIGHT_ASKING = (
 )
 OWN = "the model calls a collective of its own (c10d::"
 ERRORS_ASKING: tuple[tuple[Any, ...], ...] = (
-    *((one, "prove.averaged-twice", "0.500 x what they should be") for one in WRONG_BY_TOKENS),
-    (_program("known_to_rank_0", lambda: ByTokens(known_to_rank_0_alone)), "prove.tokens"),
+    *((one, "prove.averaged-twice", "0.500 x what they should be") for one in map(Program, WAYS)),
+    (Program(known_to_rank_0_alone), "prove.tokens"),
     (gathered_with_its_graph, "prove.unproven", OWN),
     (summed_in_a_function_of_autograd, "prove.unproven", OWN),
     (summed_without_its_graph, "prove.unproven", OWN),
