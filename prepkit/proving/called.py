@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
-from prepkit.proving.collectives import Answers
+from prepkit.proving.collectives import Answers, own_count
 from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
 from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
@@ -182,7 +182,7 @@ def micro_of(
         factor=factor.value * seed,
         total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
         tokens=tokens,
-        count=float(loss.numel()) if each else factor.count,
+        count=float(loss.numel()) if each else factor.count or own_count(factor, [call.asked for call in calls]),
         meant=factor.meant,
         added=added_up(factor.terms, calls),
         line=line,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,11 +28,18 @@ from prepkit.facts.proof import OWN_COLLECTIVE
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving import tree
+from prepkit.proving.loss_graph import Factor
 from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import COLLECTIVES, Asked, Record
+from prepkit.ranks.world import world
 
 MOST = 1 << 20
 """Elements that are kept of one call; a collective that would take more is not."""
+FEW = 16
+"""Numbers of an answer that may be counts by which a loss is divided."""
+SURELY = 32
+"""From this count on a loss that was divided by the same number was divided by it."""
+GATHERS = frozenset({"allgather", "all_gather_single", "_allgather_base"})
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce"})
 """Those that write into what they are given; of all others, the first argument takes what comes."""
 HERE = tuple(name for name in sorted(COLLECTIVES) if hasattr(getattr(dist, "ProcessGroup", None), name))
@@ -75,7 +83,8 @@ def _tensors(args: Any) -> list[Tensor]:
 def _question(name: str, args: Any, kwargs: Any) -> Asked | None:
     """What is asked by a method of a process group; None: it carries a gradient, or is not the model's."""
     given = _tensors(args)
-    if _needs_gradient(given) or _tensors(kwargs.values()) or not (line := _asked_at()):
+    unkept = _tensors(kwargs.values()) or any(one.layout is not torch.strided for one in given)
+    if unkept or _needs_gradient(given) or not (line := _asked_at()):
         return None
     return Asked(name=name, line=line, shapes=tuple(tuple(one.shape) for one in given))
 
@@ -88,14 +97,30 @@ class Answer:
     into: list[Tensor]
     """What takes it."""
     before: list[Tensor]
+    own: list[float]
+    """This rank's numbers, where they are few and are added up over the ranks, or gathered from them."""
     given: dict[int, Tensor] = field(factory=dict)
     """Places among its tensors, which begin with what takes it, and what came there."""
+    lies_at: int = 0
+    """Place in memory of what took the first answer."""
 
     @classmethod
     def to(cls, asked: Asked, args: Any) -> Answer:
         """Before it is asked."""
-        into = _tensors(args[:1])
-        return cls(asked, into, [local(one).detach().cpu().clone() for one in into])
+        into, own = _tensors(args[:1]), list[float]()
+        mine = _tensors(args[:1] if asked.name == "allreduce" else args[1:])
+        sums = any(getattr(one, "reduceOp", None) == dist.ReduceOp.SUM for one in args[1:])
+        added = asked.name in GATHERS or (asked.name == "allreduce" and sums)
+        if added and len(mine) == 1 and mine[0].numel() <= FEW and not mine[0].is_complex():
+            own = local(mine[0]).detach().double().reshape(-1).tolist()
+        return cls(asked, into, [local(one).detach().cpu().clone() for one in into], own)
+
+    def counts(self) -> Iterator[tuple[float, float]]:
+        """Yield this rank's numbers with those of all ranks together."""
+        every = [one.double().reshape(-1) for one in self.given.values()]
+        if self.own and all(one.numel() == len(self.own) for one in every[1:]) and every:
+            whole = torch.cat(every).reshape(-1, len(self.own)).sum(0).tolist()
+            yield from zip(self.own, whole, strict=True)
 
     def came(self) -> None:
         """The answer is there."""
@@ -103,6 +128,7 @@ class Answer:
             now = local(one).detach().cpu().clone()
             if self.asked.name not in IN_PLACE or not torch.equal(now, before):
                 self.given[at] = now
+        self.lies_at = self.into[0].untyped_storage().data_ptr() if self.into else 0
         self.into = []
 
 
@@ -159,6 +185,21 @@ class Answers:
     def recorded(self) -> tuple[Asked, ...]:
         """As the file has it."""
         return tuple(one.asked for one in self.answers)
+
+
+def own_count(factor: Factor, calls: Sequence[Answers]) -> float | None:
+    """The part that a rank has in the number by which a sum was divided, as collectives tell; None: nobody knows.
+
+    It was divided by that number, or by the mean of the ranks.
+    """
+    ranks = world().size
+    for answer in (answer for call in calls if factor.total for answer in call.answers):
+        for own, whole in answer.counts():
+            for by, lies_at in factor.divisors:
+                known = lies_at == answer.lies_at or whole >= SURELY
+                if known and 0 < own < whole and any(isclose(by, one, rel_tol=1e-6) for one in (whole, whole / ranks)):
+                    return own
+    return None
 
 
 def listened(now: Callable[[], Answers | None]) -> list[tuple[Any, str, Callable[..., Any]]]:
@@ -238,8 +279,7 @@ class _Again:
                 raise self._other(one)
 
     def _other(self, asked: Asked) -> CannotReplay:
-        of = f" of shapes {', '.join(map(str, asked.shapes))}" if asked.shapes else ""
-        which = f"{asked.name}{of} at {asked.line} in call {self.number} on rank {self.record.head.rank}"
+        which = f"{asked.name} at {asked.line} in call {self.number} on rank {self.record.head.rank}"
         said = f"the forward does not repeat the collectives of the run ({which})"
         return CannotReplay(f"{said}, {OWN_COLLECTIVE}")
 

@@ -288,15 +288,13 @@ class Recorder(Turns):
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
         self.around.forward(self.root, first=not self._calls)
-        if torch.is_autocast_enabled("cpu"):
-            self._dtype = torch.get_autocast_dtype("cpu")
+        self._dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self._dtype
         if self.traces:
             self._tracer.micro = len(self._micros)
             self._tracer.listens()
         self._calls.append(Called.of(self.root, args, kwargs, self.tell))
         self._reads_buffers()
-        held = sum(call.nbytes for call in self._calls)
-        if held > self.largest:
+        if (held := sum(call.nbytes for call in self._calls)) > self.largest:
             self._give_up(
                 f"the inputs of {len(self._calls)} calls take {held:,} bytes, and {self.largest:,} may be kept"
             )

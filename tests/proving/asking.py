@@ -94,6 +94,14 @@ def sent_from_rank_0(counts: Tensor) -> Tensor:
     return count
 
 
+def part_of_all(counts: Tensor) -> Tensor:
+    return in_place(counts) / dist.get_world_size()
+
+
+def as_a_constant(counts: Tensor) -> Tensor:
+    return torch.tensor(float(in_place(counts)) / dist.get_world_size())
+
+
 def known_to_rank_0_alone(counts: Tensor) -> Tensor:
     count = counts.sum()
     dist.reduce(whole := count.clone(), 0)
@@ -116,13 +124,14 @@ class Program:
 
     count: Count
     by: float = 1.0
+    masks: bool = False
 
     @property
     def __name__(self) -> str:
-        return f"tokens_{self.count.__name__}_times_{self.by:g}"
+        return f"tokens_{self.count.__name__}{'_of_a_mask' * self.masks}_times_{self.by:g}"
 
     def __call__(self, rank: int, world: int) -> Window:
-        return by_tokens(DDP(seeded(lambda: ByTokens(self.count, self.by))))
+        return by_tokens(DDP(seeded(lambda: ByTokens(self.count, self.by, masks=self.masks))))
 
 
 # --- right -----------------------------------------------------------------------------------------------------------
@@ -130,10 +139,6 @@ class Program:
 
 def collective_in_the_forward(rank: int, world: int) -> Window:
     return trained(DDP(seeded(Counts)))
-
-
-def masked_by_tokens(rank: int, world: int) -> Window:
-    return by_tokens(DDP(seeded(lambda: ByTokens(in_place, 2.0, masks=True))))
 
 
 class Statistics(Net):
@@ -233,42 +238,50 @@ def more_than_is_kept(rank: int, world: int) -> Window:
     return trained(DDP(seeded(lambda: WithGradient(gather))))
 
 
-class Twice(Net):
-    """Asks once more each time, up to four times, and uses the last answer."""
+class Unsteady(Net):
+    """Asks other ranks so many times in its first forward, and so many in each that follows."""
 
-    asked = 0
+    def __init__(self, first: int, others: int) -> None:
+        super().__init__()
+        self.times = [others, first]
 
     def forward(self, x: Tensor) -> Tensor:
-        type(self).asked += 1
-        scale = torch.ones(())
-        for _ in range(min(self.asked, 2) if self.training else 0):
-            dist.all_reduce(scale)
+        for _ in range(self.times[-1]):
+            dist.all_reduce(torch.ones(()))
+        del self.times[1:]
         return super().forward(x)
 
 
-def another_number_of_collectives(rank: int, world: int) -> Window:
-    Twice.asked = 0
-    model = DDP(seeded(Twice))
-    return trained(model, 1)
+def one_collective_more(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(lambda: Unsteady(1, 2))), 1)
+
+
+def one_collective_less(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(lambda: Unsteady(2, 1))), 1)
 
 
 RIGHT_ASKING = (
     *(Program(one, 2.0) for one in WAYS),
     collective_in_the_forward,
-    masked_by_tokens,
+    Program(in_place, 2.0, masks=True),
+    Program(part_of_all, masks=True),
+    Program(as_a_constant, masks=True),
     statistics_of_all_ranks,
     statistics_under_fsdp2,
     statistics_and_averages_by_hand,
     as_rank_0_says,
 )
 OWN = "the model calls a collective of its own (c10d::"
+REPEATS = "does not repeat the collectives of the run (allreduce at asking.py:"
 ERRORS_ASKING: tuple[tuple[Any, ...], ...] = (
     *((one, "prove.averaged-twice", "0.500 x what they should be") for one in map(Program, WAYS)),
+    (Program(in_place, masks=True), "prove.averaged-twice", "0.500 x what they should be"),
     (Program(known_to_rank_0_alone), "prove.tokens"),
     (gathered_with_its_graph, "prove.unproven", OWN),
     (summed_in_a_function_of_autograd, "prove.unproven", OWN),
     (summed_without_its_graph, "prove.unproven", OWN),
     (more_than_is_kept, "prove.unproven", OWN),
-    (another_number_of_collectives, "prove.unproven", "does not repeat the collectives of the run (allreduce"),
+    (one_collective_more, "prove.unproven", REPEATS),
+    (one_collective_less, "prove.unproven", REPEATS),
 )
 """Each with its rule and a word of its text."""
