@@ -25,6 +25,7 @@ from prepkit.proving.outputs import RETURNED, is_compared, returned
 from prepkit.proving.parts_of import numbers, parameters
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
 from prepkit.proving.trace import sketch
+from prepkit.ranks.world import world
 
 Adding = Callable[[dict[int, Tensor], int], Callable[[Tensor | None], None]]
 """Makes the hook that keeps the gradient of an output, by its place."""
@@ -183,7 +184,7 @@ def micro_of(
         total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
         tokens=tokens,
         count=float(loss.numel()) if each else factor.count or own_count(factor, [call.asked for call in calls]),
-        meant=factor.meant,
+        meant=(*factor.meant, *([float(world().size)] if any(call.asked.mixes for call in calls) else [])),
         added=added_up(factor.terms, calls),
         line=line,
         operators=operators,

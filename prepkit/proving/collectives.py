@@ -182,6 +182,12 @@ class Answers:
         for at, answer in enumerate(self.answers):
             yield from ((f"{at}/{place}", one) for place, one in answer.given.items())
 
+    @property
+    def mixes(self) -> bool:
+        """Whether it got numbers of other ranks, and no counts alone, so that a loss may be one of all of them."""
+        given = (one for answer in self.answers for one in answer.given.values())
+        return any(one.numel() > 1 and (one.is_floating_point() or one.is_complex()) for one in given)
+
     def recorded(self) -> tuple[Asked, ...]:
         """As the file has it."""
         return tuple(one.asked for one in self.answers)

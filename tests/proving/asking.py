@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from tests.proving.unusual import Counts, averaged, seeded, trained
+from tests.proving.unusual import Counts, averaged, seeded, summed_over_ranks, trained
 from tests.proving.window import DDP, WIDTH, Net, Window, adam, micros
 
 Count = Callable[[Tensor], Tensor]
@@ -186,6 +186,65 @@ def as_rank_0_says(rank: int, world: int) -> Window:
     return trained(DDP(seeded(ByRank)))
 
 
+def tokens_of_all_and_gradients_summed_by_hand(rank: int, world: int) -> Window:
+    model = seeded(lambda: ByTokens(in_place))
+    optimizer = adam(model)
+
+    def train() -> None:
+        model(*next(ragged(1))).backward()
+        summed_over_ranks(model)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+class Contrasts(Net):
+    """Compares its samples with those of all ranks; gradients flow through its own alone, on each rank."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        mine, other = (functional.normalize(super(Contrasts, self).forward(one), dim=1) for one in (x, 1.1 * x))
+        logits = 5 * self.gathered(mine) @ self.gathered(other).T
+        return self.by * functional.cross_entropy(logits, torch.arange(len(logits)))
+
+    def gathered(self, mine: Tensor) -> Tensor:
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine.detach())
+        every[dist.get_rank()] = mine
+        return torch.cat(every)
+
+
+def contrasted(by: float) -> Window:
+    return trained(DDP(seeded(lambda: Contrasts(by))), 1, lambda model, batch: model(batch[0]))
+
+
+def contrast_over_all_ranks(rank: int, world: int) -> Window:
+    """Each rank has its own part of one gradient, so that the sum is meant."""
+    return contrasted(float(world))
+
+
+def contrast_over_all_ranks_averaged(rank: int, world: int) -> Window:
+    return contrasted(1.0)
+
+
+class Balanced(Net):
+    """A router's loss: parts of all ranks' samples, which are counted, times how likely they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        likely = super().forward(x).softmax(1)
+        parts = functional.one_hot(likely.argmax(1), 4).float().mean(0)
+        dist.all_reduce(parts, dist.ReduceOp.SUM)
+        parts /= dist.get_world_size()
+        return 4 * (parts * likely.mean(0)).sum() - likely.log().mean()
+
+
+def parts_of_all_ranks(rank: int, world: int) -> Window:
+    return trained(DDP(seeded(Balanced)), 1, lambda model, batch: model(batch[0]))
+
+
 # --- not proven ------------------------------------------------------------------------------------------------------
 
 
@@ -270,12 +329,17 @@ RIGHT_ASKING = (
     statistics_under_fsdp2,
     statistics_and_averages_by_hand,
     as_rank_0_says,
+    tokens_of_all_and_gradients_summed_by_hand,
+    contrast_over_all_ranks,
+    contrast_over_all_ranks_averaged,
+    parts_of_all_ranks,
 )
 OWN = "the model calls a collective of its own (c10d::"
+HALVED = "0.500 x what they should be: sums divided by the samples of all ranks, whose average is taken too"
 REPEATS = "does not repeat the collectives of the run (allreduce at asking.py:"
 ERRORS_ASKING: tuple[tuple[Any, ...], ...] = (
-    *((one, "prove.averaged-twice", "0.500 x what they should be") for one in map(Program, WAYS)),
-    (Program(in_place, masks=True), "prove.averaged-twice", "0.500 x what they should be"),
+    *((one, "prove.averaged-twice", HALVED) for one in map(Program, WAYS)),
+    (Program(in_place, masks=True), "prove.averaged-twice", HALVED),
     (Program(known_to_rank_0_alone), "prove.tokens"),
     (gathered_with_its_graph, "prove.unproven", OWN),
     (summed_in_a_function_of_autograd, "prove.unproven", OWN),
