@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ def gathered_as_objects(counts: Tensor) -> Tensor:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {"tokens": int(counts.sum())})
     return torch.tensor(sum(one["tokens"] for one in every))
+
+
+def gathered_as_fractions(counts: Tensor) -> Tensor:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, Fraction(int(counts.sum())))
+    return torch.tensor(float(sum(every)))
 
 
 def sent_from_rank_0(counts: Tensor) -> Tensor:
@@ -341,6 +348,7 @@ ERRORS_ASKING: tuple[tuple[Any, ...], ...] = (
     *((one, "prove.averaged-twice", HALVED) for one in map(Program, WAYS)),
     (Program(in_place, masks=True), "prove.averaged-twice", HALVED),
     (Program(known_to_rank_0_alone), "prove.tokens"),
+    (Program(gathered_as_fractions), "prove.unproven", "sends objects of class fractions.Fraction to other ranks"),
     (gathered_with_its_graph, "prove.unproven", OWN),
     (summed_in_a_function_of_autograd, "prove.unproven", OWN),
     (summed_without_its_graph, "prove.unproven", OWN),
