@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,13 +21,15 @@ from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
 from prepkit.proving.collectives import Answers, own_count
 from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
-from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
+from prepkit.proving.loss_graph import Factor, edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
 from prepkit.proving.parts_of import numbers, parameters
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
 from prepkit.proving.trace import sketch
 from prepkit.ranks.world import world
 
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
+"""In the arguments of a call."""
 Adding = Callable[[dict[int, Tensor], int], Callable[[Tensor | None], None]]
 """Makes the hook that keeps the gradient of an output, by its place."""
 
@@ -183,12 +186,19 @@ def micro_of(
         factor=factor.value * seed,
         total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
         tokens=tokens,
-        count=float(loss.numel()) if each else factor.count or own_count(factor, [call.asked for call in calls]),
+        count=float(loss.numel()) if each else factor.count or _own_count(factor, calls),
         meant=(*factor.meant, *([float(world().size)] if any(call.asked.mixes for call in calls) else [])),
         added=added_up(factor.terms, calls),
         line=line,
         operators=operators,
     )
+
+
+def _own_count(factor: Factor, calls: Sequence[Called]) -> float | None:
+    """Of the samples in a loss, as the model's own collectives tell."""
+    given = {float(one) for call in calls for one in call.tensors.values() if one.numel() == 1 and not one.is_complex()}
+    given |= {float(one) for call in calls for one in NUMBER.findall(call.inputs)}
+    return own_count(factor, [call.asked for call in calls], given)
 
 
 def place_in(known: list[Any], one: Any) -> int:

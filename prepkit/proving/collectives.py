@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import isclose
@@ -129,7 +129,7 @@ class Answer:
             if self.asked.name not in IN_PLACE or not torch.equal(now, before):
                 self.given[at] = now
         self.lies_at = self.into[0].untyped_storage().data_ptr() if self.into else 0
-        self.into = []
+        self.into, self.before = [], []
 
 
 @define(eq=False)
@@ -193,16 +193,18 @@ class Answers:
         return tuple(one.asked for one in self.answers)
 
 
-def own_count(factor: Factor, calls: Sequence[Answers]) -> float | None:
+def own_count(factor: Factor, calls: Sequence[Answers], given: Collection[float]) -> float | None:
     """The part that a rank has in the number by which a sum was divided, as collectives tell; None: nobody knows.
 
-    It was divided by that number, or by the mean of the ranks.
+    It was divided by that number, or by the mean of the ranks. ``given``: numbers that came from outside, which may be
+    those of a whole window.
     """
     ranks = world().size
     for answer in (answer for call in calls if factor.total for answer in call.answers):
         for own, whole in answer.counts():
             for by, lies_at in factor.divisors:
                 known = lies_at == answer.lies_at or whole >= SURELY
+                known = known and own not in given
                 if known and 0 < own < whole and any(isclose(by, one, rel_tol=1e-6) for one in (whole, whole / ranks)):
                     return own
     return None

@@ -205,6 +205,38 @@ def tokens_of_all_and_gradients_summed_by_hand(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+class OfAWindow(Net):
+    """Is told how many labels of its rank count in a whole window."""
+
+    def forward(self, x: Tensor, y: Tensor, mine: Tensor | float) -> Tensor:  # type: ignore[override]
+        dist.all_reduce(every := torch.as_tensor(mine).clone())
+        each = functional.cross_entropy(super().forward(x), y.clamp(min=0), reduction="none")
+        return dist.get_world_size() * (each * (y >= 0)).sum() / every
+
+
+@frozen
+class Told:
+    """Two micro-batches of one count."""
+
+    kind: Callable[[float], Tensor | float]
+
+    @property
+    def __name__(self) -> str:
+        return f"told_the_count_of_a_window_as_{self.kind.__name__}"
+
+    def __call__(self, rank: int, world: int) -> Window:
+        model = DDP(seeded(OfAWindow))
+        optimizer, batches = adam(model), [*ragged(2)]
+        mine = self.kind(float(sum(int((y >= 0).sum()) for _, y in batches)))
+
+        def train() -> None:
+            for x, y in batches:
+                model(x, y, mine).backward()
+            optimizer.step()
+
+        return Window(model, train)
+
+
 class Contrasts(Net):
     """Compares its samples with those of all ranks; gradients flow through its own alone, on each rank."""
 
@@ -337,6 +369,8 @@ RIGHT_ASKING = (
     statistics_and_averages_by_hand,
     as_rank_0_says,
     tokens_of_all_and_gradients_summed_by_hand,
+    Told(float),
+    Told(torch.tensor),
     contrast_over_all_ranks,
     contrast_over_all_ranks_averaged,
     parts_of_all_ranks,
