@@ -103,6 +103,8 @@ class Answer:
     """Places among its tensors, which begin with what takes it, and what came there."""
     lies_at: int = 0
     """Place in memory of what took the first answer."""
+    mixes: bool = False
+    """Whether several numbers of each rank come together in it, which are no counts."""
 
     @classmethod
     def to(cls, asked: Asked, args: Any) -> Answer:
@@ -113,7 +115,9 @@ class Answer:
         added = asked.name in GATHERS or (asked.name == "allreduce" and sums)
         if added and len(mine) == 1 and mine[0].numel() <= FEW and not mine[0].is_complex():
             own = local(mine[0]).detach().double().reshape(-1).tolist()
-        return cls(asked, into, [local(one).detach().cpu().clone() for one in into], own)
+        several = any(one.numel() > 1 and (one.is_floating_point() or one.is_complex()) for one in into)
+        before = [local(one).detach().cpu().clone() for one in into]
+        return cls(asked, into, before, own, mixes=several and asked.name != "broadcast")
 
     def counts(self) -> Iterator[tuple[float, float]]:
         """Yield this rank's numbers with those of all ranks together."""
@@ -185,8 +189,7 @@ class Answers:
     @property
     def mixes(self) -> bool:
         """Whether it got numbers of other ranks, and no counts alone, so that a loss may be one of all of them."""
-        given = (one for answer in self.answers for one in answer.given.values())
-        return any(one.numel() > 1 and (one.is_floating_point() or one.is_complex()) for one in given)
+        return any(one.mixes for one in self.answers)
 
     def recorded(self) -> tuple[Asked, ...]:
         """As the file has it."""
