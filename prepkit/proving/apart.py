@@ -205,6 +205,8 @@ def odd_calls(records: tuple[Record, ...]) -> Iterator[str]:
     """Yield what is odd in how micro-batches of a rank were computed, beside each other."""
     yield from _read_again(records)
     yield from _modes_apart(records)
+    if lines := list(dict.fromkeys(one.line for record in records for call in record.head.calls for one in call.asked)):
+        yield f"the forward asks other ranks ({some(lines)}), and was given again what it got in the run"
 
 
 def _modes_apart(records: tuple[Record, ...]) -> Iterator[str]:

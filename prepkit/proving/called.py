@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,13 +19,17 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
+from prepkit.proving.collectives import Answers, own_count
 from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
-from prepkit.proving.loss_graph import edges_outside, factor_of, made_of, operators_of
+from prepkit.proving.loss_graph import Factor, edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
 from prepkit.proving.parts_of import numbers, parameters
 from prepkit.proving.record_file import Micro, RecordedCall, Returned
 from prepkit.proving.trace import sketch
+from prepkit.ranks.world import world
 
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
+"""In the arguments of a call."""
 Adding = Callable[[dict[int, Tensor], int], Callable[[Tensor | None], None]]
 """Makes the hook that keeps the gradient of an output, by its place."""
 
@@ -54,6 +59,8 @@ class Called:
     """Parameters that trained nothing in it."""
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
+    asked: Answers = field(factory=Answers)
+    """What its own collectives gave."""
 
     @classmethod
     def of(cls, root: nn.Module, args: Any, kwargs: Any, tell: Callable[[str], None]) -> Called:
@@ -85,6 +92,7 @@ class Called:
 
     def ended(self, output: Any, adding: Adding) -> None:
         """Takes what came of it; ``adding`` makes the hook that keeps the gradient of an output."""
+        self.asked.ended()
         found = list(tree.tensors_of(output))
         self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
         for place, tensor in enumerate(found):
@@ -101,10 +109,12 @@ class Called:
     @property
     def nbytes(self) -> int:
         """Bytes of what it was given, of buffers and of generators."""
-        return sum(one.nbytes for one in (*self.tensors.values(), *self.buffers.values(), *self.draws.values()))
+        held = (*self.tensors.values(), *self.buffers.values(), *self.draws.values())
+        return sum(one.nbytes for one in held) + self.asked.nbytes
 
     def held(self, at: int) -> Iterator[tuple[str, Tensor]]:
         """Yield its tensors by their keys in a record, where it is the call of this number."""
+        yield from ((f"asked/{at}/{key}", one) for key, one in self.asked.held())
         of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen))
         for kind, tensors in (*of, ("before", self.buffers), ("draw", self.draws)):
             yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
@@ -122,6 +132,7 @@ class Called:
             evaluating=self.evaluating,
             frozen=tuple(name for name in self.frozen if name in trains),
             apart=len(set(self.ends)) == 1,
+            asked=self.asked.recorded(),
         )
 
 
@@ -175,12 +186,19 @@ def micro_of(
         factor=factor.value * seed,
         total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
         tokens=tokens,
-        count=float(loss.numel()) if each else factor.count,
-        meant=factor.meant,
+        count=float(loss.numel()) if each else factor.count or _own_count(factor, calls),
+        meant=(*factor.meant, *([float(world().size)] if any(call.asked.mixes for call in calls) else [])),
         added=added_up(factor.terms, calls),
         line=line,
         operators=operators,
     )
+
+
+def _own_count(factor: Factor, calls: Sequence[Called]) -> float | None:
+    """Of the samples in a loss, as the model's own collectives tell."""
+    given = {float(one) for call in calls for one in call.tensors.values() if one.numel() == 1 and not one.is_complex()}
+    given |= {float(one) for call in calls for one in NUMBER.findall(call.inputs)}
+    return own_count(factor, [call.asked for call in calls], given)
 
 
 def place_in(known: list[Any], one: Any) -> int:

@@ -42,6 +42,8 @@ class Factor:
     the square of a number by which outputs were divided, as distillation at a temperature has it."""
     terms: tuple[tuple[Any, float], ...] = ()
     """The node of each loss that it is the sum of, and by what it was multiplied before they were added."""
+    divisors: tuple[tuple[float, int], ...] = ()
+    """Numbers that it was divided by, each with the place in memory of the tensor that it was."""
 
 
 def seed_of(loss: Tensor, gradient: Any) -> float | None:
@@ -61,6 +63,7 @@ def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
     """
     value, last, node, place = 1.0, 1.0, loss.grad_fn, loss.output_nr
     meant: list[float] = []
+    divisors: list[tuple[float, int]] = []
     while node is not None:
         inputs = [one for one in node.next_functions if one[0] is not None]
         sink = node.name() == "_DDPSinkBackward"  # hands each output on as it is
@@ -70,8 +73,10 @@ def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
             if last * len(terms) == 1 and last < 1:
                 meant.append(last)
             meant += dict.fromkeys(_squares(node, ends))
-            return Factor(value, _sums(node), _count(node), tuple(meant), terms)
+            return Factor(value, _sums(node), _count(node), tuple(meant), terms, tuple(divisors))
         value *= by
+        if node.name().startswith("DivBackward") and (other := getattr(node, "_saved_other", None)) is not None:
+            divisors.append((float(other), other.untyped_storage().data_ptr()))
         last = last if by == 1 else by
         if node.name().startswith("MulBackward") and abs(by) < 1:
             meant.append(abs(by))

@@ -64,6 +64,28 @@ class Returned:
     """The lowest floating dtype of what it was computed from, before it was cast last."""
 
 
+COLLECTIVES = frozenset(
+    {
+        *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "gather", "scatter"),
+        *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
+        *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
+        *("alltoall", "all_to_all_single", "alltoall_base"),
+    }
+)
+"""Methods of a process group that a forward may call, by their names in any version of torch."""
+
+
+@frozen(kw_only=True)
+class Asked:
+    """A collective in a forward, over tensors without a gradient; what it gave lies under ``asked/``."""
+
+    name: str
+    line: str
+    """That has called it."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """Of all its tensors; those come first that take what it gives."""
+
+
 @frozen(kw_only=True)
 class RecordedCall:
     """One call of the root's forward."""
@@ -86,6 +108,8 @@ class RecordedCall:
     """Parameters of those that the window trains which were frozen in it."""
     apart: bool = False
     """Whether one node has made all outputs, as DDP hands them on, so that none of them is computed from another."""
+    asked: tuple[Asked, ...] = ()
+    """Collectives of its own, in their order."""
 
 
 @frozen(kw_only=True)
@@ -366,6 +390,20 @@ def _wrong_call(at: int, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[
         yield f"call {at} is of {call.entry!r:.40}, which is no method of a model"
     if lacking:
         yield f"call {at} lacks {lacking[0]}"
+    yield from _wrong_answers(at, call.asked, tensors)
+
+
+def _wrong_answers(at: int, asked: tuple[Asked, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield what is wrong with the collectives of a call."""
+    if odd := [one.name for one in asked if one.name not in COLLECTIVES]:
+        yield f"call {at} has called {odd[0]:.40}, which is no collective"
+    begin, known = (
+        f"asked/{at}/",
+        {f"{n}/{k}": shape for n, one in enumerate(asked) for k, shape in enumerate(one.shapes)},
+    )
+    for key, one in tensors.items():
+        if key.startswith(begin) and known.get(key.removeprefix(begin)) != tuple(one.shape):
+            yield f"{key:.60} is of shape {tuple(one.shape)}, and no collective of call {at} gave that"
 
 
 def _refused(path: Path, what: str) -> PlanRejected:

@@ -27,6 +27,7 @@ from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.observe.prepared.instead import around_calls, called_first
 from prepkit.proving import bare
 from prepkit.proving.called import Called, by_each, leaves_listened, micro_of, place_in
+from prepkit.proving.collectives import listened
 from prepkit.proving.hooks import (
     asked_for,
     begin_anew,
@@ -135,6 +136,7 @@ class Recorder(Turns):
                 (torch.amp.GradScaler, "step", self._tried),
                 *self._clips.places(self._clippable, self._micros),
                 (TokenWindow, "weighed", self.around.weighed),
+                *listened(lambda: next((one.asked for one in self._calls[-1:] if one.asked.open), None)),
             )
             for home, name, instead in around:
                 stack.enter_context(around_calls(home, name, in_place_of(instead, self.fails)))
@@ -286,15 +288,13 @@ class Recorder(Turns):
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
             return
         self.around.forward(self.root, first=not self._calls)
-        if torch.is_autocast_enabled("cpu"):
-            self._dtype = torch.get_autocast_dtype("cpu")
+        self._dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else self._dtype
         if self.traces:
             self._tracer.micro = len(self._micros)
             self._tracer.listens()
         self._calls.append(Called.of(self.root, args, kwargs, self.tell))
         self._reads_buffers()
-        held = sum(call.nbytes for call in self._calls)
-        if held > self.largest:
+        if (held := sum(call.nbytes for call in self._calls)) > self.largest:
             self._give_up(
                 f"the inputs of {len(self._calls)} calls take {held:,} bytes, and {self.largest:,} may be kept"
             )

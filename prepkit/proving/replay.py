@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from math import prod
 from typing import Any
@@ -39,6 +39,7 @@ from prepkit.proving.apart import (
     weight_of,
     weights_apart,
 )
+from prepkit.proving.collectives import answered
 from prepkit.proving.other_rank import Alone, not_plainly, standing_for
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
@@ -364,7 +365,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
         mine = window.sampled(grad)
         share[name] = share[name] + mine if name in share else mine
 
-    entered: Callable[..., Any] = model if call.entry == "forward" else getattr(model, call.entry)
+    entered = answered(record, number, model if call.entry == "forward" else getattr(model, call.entry))
     with ExitStack() as stack:
         for context in (*streamed.on(arrived), Alone()):  # type: ignore[no-untyped-call]
             stack.enter_context(context)

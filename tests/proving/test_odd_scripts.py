@@ -923,6 +923,12 @@ def other_rate(head: Any, _: Any) -> None:
     head["groups"] = [json.dumps({**json.loads(head["groups"][0]), "lr": -1.0})]
 
 
+def asking(name: str) -> Callable[[Any, Any], Any]:
+    """A call that has asked other ranks for two numbers."""
+    question = {"name": name, "line": "train.py:1", "shapes": [[2]]}
+    return lambda head, _: head["calls"][0].update(asked=[question])
+
+
 HOSTILE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "an older format, in which calls have no modes": (lambda head, _: head.update(format=2), True),
     "an entry that is no method": (lambda head, _: head["calls"][0].update(entry="__reduce__"), True),
@@ -934,6 +940,12 @@ HOSTILE: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     ),
     "state of another size": (lambda _, tensors: tensors.update({"state.exp_avg/0.weight": torch.zeros(3)}), True),
     "no weight": (lambda _, tensors: tensors.pop("weight/0.weight"), True),
+    "a collective that there is not": (asking("shell"), True),
+    "an answer of another shape": (
+        lambda head, tensors: (asking("allreduce")(head, tensors), tensors.update({"asked/0/0/0": torch.zeros(3)})),
+        True,
+    ),
+    "an answer to nothing": (lambda _, tensors: tensors.update({"asked/0/0/0": torch.zeros(2)}), True),
 }
 """What is changed in header or tensors, and whether it is seen when the file is read."""
 
@@ -955,6 +967,15 @@ def test_a_hostile_record_is_a_finding(tmp_path: Path, name: str) -> None:
     else:
         proof = prove_records(model, tmp_path)
         assert proof.facts.unproven or any("cannot take its step again" in one for one in proof.facts.limits), proof
+
+
+def test_a_record_of_a_time_before_collectives_were_kept_is_read(tmp_path: Path) -> None:
+    model = one_record(tmp_path)
+    with safe_open(path_of(tmp_path, 0), framework="pt") as file:
+        head = json.loads(file.metadata()[KEY])
+    assert [call.pop("asked") for call in head["calls"]] == [[]]
+    save_file(load_file(path_of(tmp_path, 0)), path_of(tmp_path, 0), metadata={KEY: json.dumps(head)})
+    assert prove_records(model, tmp_path).fine
 
 
 CLEARED: dict[str, tuple[str, str, str]] = {

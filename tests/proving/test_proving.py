@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,6 +20,7 @@ from prepkit.findings import FindingWarning, PlanRejected, Severity
 from prepkit.observe.env import observe_env
 from prepkit.proving import spawned
 from prepkit.proving.record_file import FORMAT, path_of, read
+from tests.proving.asking import ERRORS_ASKING, RIGHT_ASKING, collective_in_the_forward
 from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT
 from tests.proving.libraries import ALWAYS_TRIED, BY_LIBRARIES, RIGHT_BY_LIBRARIES
@@ -27,14 +29,14 @@ from tests.proving.small import Drawing, batches, by_sample, halved, loss, make,
 from tests.proving.unseen import UNSEEN
 from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved, recorded
-from tests.proving.wrong import ERRORS, Planted, hook_that_sums
+from tests.proving.wrong import ERRORS, Planted
 from tests.support.command_line import run
 from tests.support.fork_server import ForkServers
 from tests.support.gang import Gang
 from tests.support.script import LAUNCHER, Ran, run_typed
 
 SHARE = (*DRAWN_ERRORS[::9], *BY_LIBRARIES[::11], *(one for one in ALWAYS_TRIED if one not in BY_LIBRARIES[::11]))
-MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *SHARE))
+MORE_ERRORS = tuple(Planted(*one) for one in (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *ERRORS_ASKING, *SHARE))
 """A share of them; ``python -m tests.tools.proofs`` tries all."""
 
 
@@ -59,7 +61,7 @@ def test_a_planted_error_is_told_with_its_cause(planted: Planted, request: Any, 
     [
         *RIGHT[::2],
         *RIGHT[-1:],
-        *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND)),
+        *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND, *RIGHT_ASKING)),
         *map(Right, DRAWN_RIGHT[::13]),
         *(Right(*one) for one in RIGHT_BY_LIBRARIES[::6]),
     ],
@@ -76,10 +78,11 @@ def test_a_right_program_is_not_accused(right: Right, request: Any, tmp_path: Pa
 
 def left_behind(rank: int, world: int, folder: str) -> tuple[bool, bool, int]:
     """Whether torch is as it was after a window, and how many hooks the root has."""
-    backward, call = torch.autograd.backward, nn.Module.__call__
-    _, window = recorded(hook_that_sums, rank, world, folder)
+    backward, call, groups = torch.autograd.backward, nn.Module.__call__, dict(vars(dist.ProcessGroup))
+    _, window = recorded(collective_in_the_forward, rank, world, folder)
     hooks = len(window.model._forward_hooks) + len(window.model._forward_pre_hooks)
-    return torch.autograd.backward is backward, nn.Module.__call__ is call, hooks
+    same = torch.autograd.backward is backward and dict(vars(dist.ProcessGroup)) == groups
+    return same, nn.Module.__call__ is call, hooks
 
 
 def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2: Any, tmp_path: Path) -> None:
@@ -97,6 +100,9 @@ def test_nothing_is_left_behind_and_a_torn_or_foreign_record_is_a_finding(gang2:
         whole.replace(b'\\"float32\\"', b'\\"saveall\\"'),
         whole.replace(b'\\\\\\"class\\\\\\"', b'\\\\\\"klass\\\\\\"'),
         whole.replace(b'\\\\\\"tensor\\\\\\"', b'\\\\\\"pickle\\\\\\"'),
+        whole.replace(b'\\"allreduce\\"', b'\\"ringallre\\"'),
+        whole.replace(b'\\"shapes\\": [[]]', b'\\"shapes\\": []  '),
+        whole.replace(b'\\"shapes\\"', b'\\"shakes\\"'),
     ):
         assert spoiled != whole
         path_of(tmp_path, 1).write_bytes(spoiled)

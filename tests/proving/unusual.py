@@ -645,10 +645,6 @@ class Counts(Net):
         return super().forward(x / seen)
 
 
-def collective_in_the_forward(rank: int, world: int) -> Window:
-    return trained(DDP(seeded(Counts)))
-
-
 def norms_that_rest_in_the_second_micro_batch(rank: int, world: int) -> Window:
     """Where DDP sends the averages of rank 0 before each forward."""
     model = DDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4)))
@@ -1317,7 +1313,6 @@ ERRORS_UNUSUAL: tuple[tuple[Any, ...], ...] = (
     (all_in_bfloat16, "prove.rounded-away", "have stayed as they were"),
     (two_losses_of_one_forward_summed, "prove.summed", "2.000 x"),
     (each_rank_steps_a_part_and_nobody_sends_it, "prove.after-apart", "Rank 1 has other weights than rank 0"),
-    (collective_in_the_forward, "prove.unproven", "a collective of its own (c10d::allreduce_, unusual.py:"),
     (clipped_by_what_each_rank_holds, "prove.clipped-scaled", "scaled by each rank by a number of its own"),
     (zeroed_to_freeze, "prove.no-gradient", "1 parameter had a gradient of zeros"),
     (divided_by_more_than_it_has, "prove.accumulation", "or once by 4"),

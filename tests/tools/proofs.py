@@ -17,6 +17,7 @@ from torch import nn
 from prepkit.findings import Finding, Severity
 from prepkit.proving.proof import Proof, prove_record
 from prepkit.proving.recorder import Recorder
+from tests.proving.asking import ERRORS_ASKING, RIGHT_ASKING
 from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT, RIGHT_OF_FOUR, OfPrepkit
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES, OfLibrary
@@ -27,10 +28,10 @@ from tests.proving.window import proved
 from tests.proving.wrong import ERRORS, Planted
 from tests.support.gang import Gang, GangError, gang_of
 
-MORE_ERRORS = (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *DRAWN_ERRORS, *BY_LIBRARIES)
+MORE_ERRORS = (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *ERRORS_ASKING, *DRAWN_ERRORS, *BY_LIBRARIES)
 ALL_ERRORS = (*ERRORS, *(Planted(*one) for one in MORE_ERRORS))
 MORE_RIGHT = (*((one, 2) for one in DRAWN_RIGHT), *((one, 4) for one in RIGHT_OF_FOUR), *RIGHT_BY_LIBRARIES)
-ALL_RIGHT = (*RIGHT, *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND)), *(Right(*one) for one in MORE_RIGHT))
+ALL_RIGHT = (*RIGHT, *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND, *RIGHT_ASKING)), *(Right(*one) for one in MORE_RIGHT))
 
 
 def told(proof: Proof) -> list[Finding]:

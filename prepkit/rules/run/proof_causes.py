@@ -110,9 +110,9 @@ def _weighed(facts: ProofFacts) -> Cause | None:
         why = f"the loss is divided by {facts.accumulation}, and a step has {count(micros, 'micro-batch')}"
         return Cause("prove.accumulation", why.replace("batchs", "batches"), weight)
     if world > 1 and near(weight, 1 / world):
-        return Cause(
-            "prove.averaged-twice", f"the loss is divided by the {world} ranks, whose average is taken too", weight
-        )
+        sums = all(share.total for share in facts.shares)
+        why = BY_THE_RANKS if sums else f"the loss is divided by the {world} ranks, whose average is taken too"
+        return Cause("prove.averaged-twice", why, weight)
     if world > 1 and near(weight, world):
         return Cause("prove.summed", f"the loss is multiplied by the {world} ranks, and gradients are averaged", weight)
     return None

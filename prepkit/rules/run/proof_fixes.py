@@ -24,12 +24,16 @@ _OWN_COLLECTIVE = (
     "Nothing, where it is meant. To see the rest: while you prove, let the forward return what this rank has, and "
     "gather in the loss."
 )
+_SAME_COLLECTIVES = (
+    "While you prove, let each forward call the same collectives, and keep what it counts its calls by in a buffer."
+)
 _COPIES = (
     "Compare by hand what the copies get, as dist.all_reduce makes it: the proof follows the weights of the model."
 )
 _PLAIN = "While you prove, call loss.backward() over outputs of the model, and step what it holds."
 _UNPROVEN = (
     (ACCELERATED, _ACCELERATED),
+    ("does not repeat the collectives", _SAME_COLLECTIVES),
     (OWN_COLLECTIVE, _OWN_COLLECTIVE),
     (COPIES, _COPIES),
     ("flat buffer", _COPIES),
