@@ -76,6 +76,8 @@ def digest_of_calls(calls: Iterable[ModelCall]) -> str:
 
 FEWEST = 8
 """Elements of what tells samples apart."""
+TOO_FAR = 1e-3
+"""Of the largest output: a difference that no rounding makes."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -186,3 +188,11 @@ def each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def apart(value: Any) -> Any:
     """The same tree, and no graph behind it."""
     return each(Tensor.detach, value)
+
+
+def far(one: Tensor, other: Tensor, limit: float = TOO_FAR) -> bool:
+    """Return whether two of one shape differ by more than a part of the largest."""
+    if one.shape != other.shape or not one.numel():
+        return False
+    one, other = one.float().nan_to_num(0.0, 0.0, 0.0), other.float().nan_to_num(0.0, 0.0, 0.0)
+    return float((one - other).abs().max()) > limit * float(one.abs().max().clamp_min(1e-6))
