@@ -248,6 +248,10 @@ class Phases:
         others = self._courses.values()
         return bool(self._courses) and not any(held <= one.held or _in_one_run(one.stands, now) for one in others)
 
+    def over(self) -> list[Any]:
+        """Optimizers whose training is over, where the step that begins is the first of another."""
+        return [*self._courses][:-1] if self.begins_anew else []
+
     def _taken_over(self) -> bool:
         first = None if self._first is None else self._first()
         mine = None if first is None else self._courses.get(first)

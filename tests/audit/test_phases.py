@@ -338,3 +338,43 @@ def test_a_second_training_is_watched_as_the_first_one_is(steps: int) -> None:
     assert (told.rule, told.where) == ("run.drift-ticks", "Sequential: scheduler")
     assert told.what == "In step 5 of AdamW: It was ticked 8 times in 4 steps."
     assert found.beside == (f"Sequential, which AdamW trains behind it, up to its step {min(steps, 12)}",)
+
+
+class Distiller(nn.Module):
+    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.teacher, self.student = teacher.requires_grad_(requires_grad=False), student
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            says = self.teacher(x)
+        return fn.mse_loss(self.student(x), says)
+
+
+def distilled(*, rests: bool) -> Train:
+    """A teacher that is trained first; ``rests``: and then evaluated."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        teacher = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+        first = torch.optim.Adam(teacher.parameters(), 1e-3)
+        for _ in range(5):
+            learn(teacher, first)
+        model = Distiller(teacher, net())
+        optimizer = torch.optim.Adam(model.student.parameters(), 1e-3)
+        for _ in range(12):
+            model.train()
+            teacher.train(not rests)
+            optimizer.zero_grad()
+            model(torch.randn(6, WIDTH)).backward()
+            optimizer.step()
+
+    return train
+
+
+def test_a_teacher_that_was_trained_before_is_to_rest() -> None:
+    assert set(said(distilled(rests=False), 50)) == {"run.frozen-drops", "run.frozen-norms"}
+
+
+def test_a_teacher_that_was_trained_before_and_rests_is_right() -> None:
+    assert said(distilled(rests=True), 50) == []
