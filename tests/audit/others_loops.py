@@ -95,8 +95,114 @@ def samples_with_neighbours(rank: int, world: int) -> None:
     trained(Neighbours(), loss_of, x, torch.arange(len(x)) % 3)
 
 
-WRONG_OTHERS: tuple[Loop, ...] = (Loop(recurs_over_samples, rule="run.samples-mix"),)
+# --- parameters that stand in no module ---
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def two_losses(model: nn.Module) -> tuple[Tensor, Tensor]:
+    out = model(torch.randn(8, 4))
+    return fn.cross_entropy(out, torch.arange(8) % 3), out.square().mean()
+
+
+def weighed(logs: Tensor, losses: tuple[Tensor, Tensor]) -> Tensor:
+    return sum((torch.exp(-log) * one + log for log, one in zip(logs, losses, strict=True)), torch.zeros(()))
+
+
+class Weights:
+    """Of losses, and no module."""
+
+    def __init__(self) -> None:
+        self.logs = nn.Parameter(torch.zeros(2))
+        self.parts = [nn.Parameter(torch.zeros(()))]
+
+
+def steps(optimizer: Any, loss: Tensor) -> None:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def weights_in_a_variable(rank: int, world: int) -> None:
+    model, logs = net(), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        steps(optimizer, weighed(logs, two_losses(model)))
+
+
+def weights_of_an_object(rank: int, world: int) -> None:
+    model, weights = net(), Weights()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        steps(optimizer, weighed(weights.logs, two_losses(model)))
+
+
+def weights_in_a_list_of_an_object(rank: int, world: int) -> None:
+    model, weights = net(), Weights()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        one, other = two_losses(model)
+        steps(optimizer, one + weights.parts[0].exp() * other)
+
+
+def weights_that_are_held(rank: int, world: int) -> None:
+    model, weights = net(), Weights()
+    optimizer = torch.optim.Adam([*model.parameters(), weights.logs])
+    for _ in range(3):
+        steps(optimizer, weighed(weights.logs, two_losses(model)))
+
+
+def weights_held_later(rank: int, world: int) -> None:
+    model, weights, second = net(), Weights(), None
+    optimizer = torch.optim.Adam(model.parameters())
+    for at in range(3):
+        steps(optimizer, weighed(weights.logs, two_losses(model)))
+        if at == 1:
+            second = torch.optim.SGD([weights.logs], 0.1)
+        if second is not None:
+            second.step()
+
+
+def weights_added_later(rank: int, world: int) -> None:
+    model, weights = net(), Weights()
+    optimizer = torch.optim.Adam(model.parameters())
+    for at in range(3):
+        if at == 1:
+            optimizer.add_param_group({"params": [weights.logs]})
+        steps(optimizer, weighed(weights.logs, two_losses(model)))
+
+
+def weights_that_rest(rank: int, world: int) -> None:
+    model, weights = net(), Weights()
+    weights.logs.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        steps(optimizer, weighed(weights.logs, two_losses(model)))
+
+
+def moved_inside(rank: int, world: int) -> None:
+    """A parameter that is fitted anew to each batch, and what is made of it trains the model."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        shift = nn.Parameter(torch.zeros(4))
+        x, y = torch.randn(8, 4), torch.arange(8) % 3
+        (slope,) = torch.autograd.grad(fn.cross_entropy(model(x + shift), y), shift)
+        steps(optimizer, fn.cross_entropy(model(x + (shift + 0.1 * slope.sign()).detach()), y))
+
+
+WRONG_OTHERS: tuple[Loop, ...] = (
+    Loop(recurs_over_samples, rule="run.samples-mix"),
+    *(
+        Loop(run, rule="run.module-unheld")
+        for run in (weights_in_a_variable, weights_of_an_object, weights_in_a_list_of_an_object)
+    ),
+)
 RIGHT_OTHERS: tuple[Loop, ...] = (
     *map(Loop, (recurs_over_places, recurs_over_places_first, recurs_over_places_in_order)),
     *map(Loop, (says_something_of_each_place, images_as_large_as_a_batch, samples_with_neighbours)),
+    *map(Loop, (weights_that_are_held, weights_held_later, weights_added_later, weights_that_rest)),
+    Loop(moved_inside),
 )

@@ -378,3 +378,18 @@ def test_a_teacher_that_was_trained_before_is_to_rest() -> None:
 
 def test_a_teacher_that_was_trained_before_and_rests_is_right() -> None:
     assert said(distilled(rests=True), 50) == []
+
+
+def test_a_parameter_that_the_program_steps_itself_is_right() -> None:
+    def train() -> None:
+        model, shift = net(), nn.Parameter(torch.zeros(WIDTH))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            fn.cross_entropy(model(torch.randn(6, WIDTH) + shift), torch.randint(3, (6,))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                shift -= 0.1 * shift.grad  # type: ignore[operator]
+                shift.grad = None
+
+    assert said(train) == []
