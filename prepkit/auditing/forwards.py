@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, far, tensors
+from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, far, inside_of, tensors
 from prepkit.auditing.losses import LossCompared
-from prepkit.auditing.others import is_placed, mixed_samples
+from prepkit.auditing.others import is_placed, mixed_samples, shown_classes
 from prepkit.auditing.terms import compares
 from prepkit.facts.window import ForwardFacts
 from prepkit.objects.bare_tree import is_sharded
@@ -174,13 +174,13 @@ def _asked(
         first = asking.outputs()
         if first is None or time.perf_counter() - begun > SLOW_S:
             return
-        told = ForwardFacts(model=type(module).__name__, drops=tuple(asking.drops))
+        told = ForwardFacts(model=type(inside_of(module)).__name__, drops=tuple(asking.drops))
         again = asking.outputs()
         if again is not None and all(map(_equal, first, again)):  # else it draws, or remembers
             mixed = mixed_samples(asking, first, sizes)
             placed = mixed is None and is_placed(asking, first, sizes)
             told = evolve(told, mixed=mixed, placed=placed, **_ahead(asking, first, losses, returned))
-            told = evolve(told, **_padded(asking, losses))
+            told = evolve(told, **_padded(asking, losses), shown=shown_classes(asking, first, losses))
         told = evolve(told, holds=next((one for loss in losses if (one := _held(asking, loss))), ""))
     yield told
 

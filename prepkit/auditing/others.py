@@ -1,4 +1,4 @@
-"""Whether what a model says of one sample depends on the others of its batch, or on its place among them."""
+"""On what depends what a model says of a sample: on the others, its place, or what it is shown of its own class."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor, nn
+from torch.nn import functional as fn
 
 from prepkit.auditing.asking import Asking, far, tensors
+from prepkit.auditing.losses import LossCompared
 from prepkit.facts.window import SamplesMixed
 
 ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
@@ -19,6 +21,14 @@ ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
 CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 SHORTER = 8
 """Samples that are left out at most, where the size of a batch is that of something else too."""
+
+
+FEW = 8
+"""Samples of which it is no chance that all are shown their class, or that all are shown none."""
+SOME = 64
+"""Samples of a loss that are looked at."""
+LARGE = 1 << 22
+"""Numbers of an input, or of what a model says, that are looked at."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -152,3 +162,84 @@ def _heard(module: nn.Module, size: int) -> Iterator[Heard]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# --- its class ---
+
+
+@frozen(kw_only=True, eq=False)
+class _Shown:
+    """Where an input says of which class samples are, and that input with one of them hidden as others are."""
+
+    name: str
+    given: Tensor
+    hidden: Tensor
+
+
+def shown_classes(asking: Asking, first: list[Tensor], losses: list[LossCompared]) -> str:
+    """The name of an input that says of which class the samples of a loss are, and not of which others are.
+
+    As where labels of some nodes of a graph are given, and a loss is to be that of the rest. Empty: none does, or what
+    the model says of such a sample does not depend on what it is shown of its own class.
+    """
+    for loss in losses:
+        rows, classes = _rows_of(asking, loss)
+        if len(rows) < FEW or not _differ(classes):
+            continue
+        row = int(rows[0])
+        for one in _shown(asking, rows, classes, loss.outputs.shape[1]):
+            after = asking.outputs(partial(_replaced, one)) or []
+            pairs = [(a, b) for a, b in zip(first, after, strict=False) if a.shape == b.shape and a.dim() == 2]
+            if any(len(a) > row and far(a[row], b[row]) for a, b in pairs):
+                return one.name
+    return ""
+
+
+def _replaced(shown: _Shown, one: Tensor) -> Tensor:
+    return shown.hidden if one is shown.given else one
+
+
+def _rows_of(asking: Asking, loss: LossCompared) -> tuple[Tensor, Tensor]:
+    """Which of what the model has said a loss has compared, as far as that is clear, and with which classes."""
+    outputs, targets = loss.outputs, loss.targets
+    none = targets.new_empty(0, dtype=torch.long)
+    if outputs.dim() != 2 or targets.dim() != 1 or targets.is_floating_point():
+        return none, none
+    counted = (targets != loss.left_out).nonzero().flatten()[:SOME]
+    outputs, targets = outputs[counted], targets[counted]
+    said = (one for one in tensors(asking.call.outputs) if one.dim() == 2 and one.shape[1] == outputs.shape[1])
+    for one in (each for each in said if len(each) > FEW and each.numel() <= LARGE and each.device == outputs.device):
+        for values in (one, one.float().log_softmax(1)):
+            at = [(values[:, 0] == row[0]).nonzero().flatten() for row in outputs]
+            clear = [
+                len(each) == 1 and torch.equal(values[each[0]], row) for each, row in zip(at, outputs, strict=True)
+            ]
+            if sum(clear) >= FEW:
+                rows = torch.cat([each for each, known in zip(at, clear, strict=True) if known])
+                return rows, targets[torch.tensor(clear, device=targets.device)]
+    return none, none
+
+
+def _shown(asking: Asking, rows: Tensor, classes: Tensor, count: int) -> Iterator[_Shown]:
+    for name, given in asking.call.given.items():
+        if given.dim() not in (1, 2) or given.numel() > LARGE or len(given) <= int(rows.max()):
+            continue
+        if given.dim() == 2 and given.is_floating_point() and given.shape[1] >= count:
+            bits = fn.one_hot(classes, count).to(given.dtype)
+            same = (given[rows].unfold(1, count, 1) == bits[:, None]).all(2).all(0)
+            for begin in same.nonzero().flatten().tolist():
+                block = slice(begin, begin + count)
+                if int((given[:, block] == 0).all(1).sum()) >= FEW:
+                    hidden = given.clone()
+                    hidden[rows[0], block] = 0
+                    yield _Shown(name=f"{name}[:, {begin}:{begin + count}]", given=given, hidden=hidden)
+        elif given.dim() == 1 and not given.is_floating_point() and torch.equal(given[rows], classes):
+            rest = given[given >= count]  # a class of its own for those that are hidden
+            if len(rest) >= FEW:
+                hidden = given.clone()
+                hidden[rows[0]] = rest[0]
+                yield _Shown(name=name, given=given, hidden=hidden)
+
+
+def _differ(classes: Tensor) -> bool:
+    return bool((classes != classes[0]).any())

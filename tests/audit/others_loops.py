@@ -193,16 +193,136 @@ def moved_inside(rank: int, world: int) -> None:
         steps(optimizer, fn.cross_entropy(model(x + (shift + 0.1 * slope.sign()).detach()), y))
 
 
+# --- classes that are shown ---
+
+NODES, CLASSES = 60, 3
+
+
+class Graph(nn.Module):
+    """Two rounds of messages, and what it says of a node itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter, self.head, self.own = nn.Linear(width, 8), nn.Linear(8, CLASSES), nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor, near: Tensor) -> Tensor:
+        x = fn.dropout(x, 0.1, self.training)
+        return near @ self.head(torch.relu(near @ self.enter(x))) + self.own(x)
+
+
+class Hears(nn.Module):
+    """One round of messages of others alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor, near: Tensor) -> Tensor:
+        return near.fill_diagonal_(0) @ self.enter(x)
+
+
+class Embeds(nn.Module):
+    """Is told of classes by their numbers; one more is that of nodes that it is not told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inside = nn.Embedding(CLASSES + 1, 4), Graph(8)
+
+    def forward(self, x: Tensor, told: Tensor, near: Tensor) -> Tensor:
+        return self.inside(torch.cat([x, self.words(told)], 1), near)
+
+
+def nodes() -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.Generator().manual_seed(3)
+    near = (torch.rand(NODES, NODES, generator=seed) < 0.1).float() + torch.eye(NODES)
+    x = torch.randn(NODES, 4, generator=seed)
+    return x, torch.randint(CLASSES, (NODES,), generator=seed), near / near.sum(1, keepdim=True)
+
+
+def given_classes(model: nn.Module, *, learned: slice, shown: slice = slice(0, 24), log: bool = False) -> None:
+    """Of 40 nodes that have a class, some are ``shown``, and some ``learned``."""
+    x, y, near = nodes()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        order = torch.randperm(40)
+        bits = torch.zeros(NODES, CLASSES)
+        bits[order[shown]] = fn.one_hot(y[order[shown]], CLASSES).float()
+        out = model(torch.cat([x, bits], 1), near.clone())
+        at = order[learned]
+        steps(optimizer, fn.nll_loss(out.log_softmax(1)[at], y[at]) if log else fn.cross_entropy(out[at], y[at]))
+
+
+def classes_of_what_is_learned(rank: int, world: int) -> None:
+    given_classes(Graph(4 + CLASSES), learned=slice(0, 24))
+
+
+def classes_of_all_that_train(rank: int, world: int) -> None:
+    given_classes(Graph(4 + CLASSES), shown=slice(0, 40), learned=slice(20, 40), log=True)
+
+
+def classes_of_others(rank: int, world: int) -> None:
+    given_classes(Graph(4 + CLASSES), learned=slice(24, 40))
+
+
+def classes_heard_by_others_alone(rank: int, world: int) -> None:
+    given_classes(Hears(4 + CLASSES), learned=slice(0, 24))
+
+
+def numbers(*, learned: slice) -> None:
+    x, y, near = nodes()
+    model = Embeds()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        order = torch.randperm(40)
+        told = torch.full((NODES,), CLASSES)
+        told[order[:24]] = y[order[:24]]
+        out = model(x, told, near)
+        steps(optimizer, fn.cross_entropy(out[order[learned]], y[order[learned]]))
+
+
+def numbers_of_what_is_learned(rank: int, world: int) -> None:
+    numbers(learned=slice(0, 20))
+
+
+def numbers_of_others(rank: int, world: int) -> None:
+    numbers(learned=slice(24, 40))
+
+
+def classes_again(rank: int, world: int) -> None:
+    """An autoencoder of bits, which is to give again what it is given."""
+    model = nn.Sequential(nn.Linear(CLASSES, 2), nn.Linear(2, CLASSES))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        y = torch.randint(CLASSES, (40,))
+        steps(optimizer, fn.cross_entropy(model(fn.one_hot(y, CLASSES).float()), y))
+
+
+def classes_hidden_and_given_again(rank: int, world: int) -> None:
+    """The same of bits of which some are hidden, which are learned."""
+    model = nn.Sequential(nn.Linear(CLASSES + 4, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        y, hidden = torch.randint(CLASSES, (40,)), torch.arange(40) % 2 == 0
+        bits = fn.one_hot(y, CLASSES).float() * ~hidden[:, None]
+        out = model(torch.cat([bits, torch.randn(40, 4)], 1))
+        steps(optimizer, fn.cross_entropy(out, torch.where(hidden, y, -100)))
+
+
 WRONG_OTHERS: tuple[Loop, ...] = (
     Loop(recurs_over_samples, rule="run.samples-mix"),
     *(
         Loop(run, rule="run.module-unheld")
         for run in (weights_in_a_variable, weights_of_an_object, weights_in_a_list_of_an_object)
     ),
+    *(
+        Loop(run, rule="run.target-given")
+        for run in (classes_of_what_is_learned, classes_of_all_that_train, numbers_of_what_is_learned)
+    ),
 )
 RIGHT_OTHERS: tuple[Loop, ...] = (
     *map(Loop, (recurs_over_places, recurs_over_places_first, recurs_over_places_in_order)),
     *map(Loop, (says_something_of_each_place, images_as_large_as_a_batch, samples_with_neighbours)),
     *map(Loop, (weights_that_are_held, weights_held_later, weights_added_later, weights_that_rest)),
-    Loop(moved_inside),
+    *map(Loop, (moved_inside, classes_of_others, classes_heard_by_others_alone, numbers_of_others, classes_again)),
+    Loop(classes_hidden_and_given_again),
 )

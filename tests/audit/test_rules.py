@@ -437,7 +437,7 @@ BROKEN: dict[str, RunFacts] = {
     ),
     "run.classes-blended": computed(blended=("train.py:31",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
-    "run.target-given": asked(holds="x[:, 23]"),
+    "run.target-given": asked(holds="x[:, 23]", shown="x[:, 24:29]"),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.backward-wasted": evolve(FINE, window=WindowFacts(wasted=(("train.py:31", 3),))),
     "run.optimizer-anew": evolve(FINE, window=WindowFacts(anew=("Adam", "train.py:31"))),
