@@ -389,12 +389,12 @@ def _is_of_program(kind: type) -> bool:
     return not is_foreign(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
 
 
-def makes_optimizer_behind() -> bool:
-    """Return whether lines of the program make an optimizer that are still to come, or come again."""
+def makes_optimizer_behind(*, again: bool = True) -> bool:
+    """Return whether lines of the program make an optimizer that are still to come, or come ``again`` in a loop."""
     for frame in own_frames():
         code, tree = frame.f_code, parsed(frame.f_code.co_filename)
         end = max((line for _, _, line in code.co_lines() if line), default=0)
-        begin = outermost(code, frame.f_lineno)
+        begin = outermost(code, frame.f_lineno) if again else frame.f_lineno
         makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
         calls = (one for one in nodes_of(tree, ast.Call) if begin <= one.lineno <= end)
         if any(_makes(one) or name_of(one) in makers for one in calls if one.lineno != frame.f_lineno):

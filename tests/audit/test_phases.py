@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
+from prepkit.auditing import looks
 from prepkit.auditing.script import audit_run
 
 Train = Callable[[], None]
@@ -374,6 +375,21 @@ def distilled(*, rests: bool) -> Train:
 
 def test_a_teacher_that_was_trained_before_is_to_rest() -> None:
     assert set(said(distilled(rests=False), 50)) == {"run.frozen-drops", "run.frozen-norms"}
+
+
+def test_a_training_behind_the_last_step_is_waited_for_where_the_first_one_ends_soon() -> None:
+    found = audit_run(distilled(rests=False), steps=3)
+    assert found is not None
+    assert {one.rule for one in found.findings} >= {"run.frozen-drops", "run.frozen-norms"}
+    assert found.steps == 3
+    assert found.beside == ("Distiller, which Adam trains behind it, up to its step 3",)
+
+
+def test_no_training_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "WAITS_S", 0.0)
+    found = audit_run(distilled(rests=False), steps=3)
+    assert found is not None
+    assert (found.steps, found.beside) == (3, ())
 
 
 def test_a_teacher_that_was_trained_before_and_rests_is_right() -> None:
