@@ -222,6 +222,8 @@ class Phases:
     _driven: weakref.WeakSet[Any] = field(factory=weakref.WeakSet)
     """Optimizers that a scheduler was made for."""
     _outlived: dict[Outlived, None] = field(factory=dict)
+    _earlier: list[weakref.ref[Tensor]] = field(factory=list)
+    """Parameters that had gradients before the program began, as of other cells of a notebook."""
     begins_anew: bool = False
     """Whether the step that begins is the first of a training of its own, behind those of all other optimizers."""
 
@@ -229,6 +231,7 @@ class Phases:
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         handle = register_optimizer_step_pre_hook(self._begins)
+        self._earlier = [weakref.ref(one) for one in with_gradients()]
         try:
             with ExitStack() as stack:
                 for kind in TICKED:
@@ -241,7 +244,7 @@ class Phases:
     def told(self) -> dict[str, Any]:
         """What was heard so far, as a field of ``WindowFacts``."""
         left: dict[str, Any] = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
-        left["loose"] = tuple(loose_parameters()) if self._steps == 1 else ()
+        left["loose"] = tuple(loose_parameters(self._earlier)) if self._steps == 1 else ()
         return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over(), **left)}
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:
@@ -323,14 +326,21 @@ def _in_one_run(before: Sequence[Line], now: Sequence[Line]) -> bool:
 # --- what nobody holds ---
 
 
-def loose_parameters() -> Iterator[str]:
+def with_gradients() -> list[nn.Parameter]:
+    """All parameters that get gradients, and have some."""
+    return [one for one in alive_of(lambda kind: kind is nn.Parameter) if one.requires_grad and one.grad is not None]
+
+
+def loose_parameters(earlier: list[weakref.ref[Tensor]]) -> Iterator[str]:
     """Yield what the program calls its parameters that get gradients, stand in no module, and that nobody steps.
 
     Not where it reads gradients itself, as one that steps by hand does, or makes an optimizer behind this line.
     """
-    found = [one for one in alive_of(lambda kind: kind is nn.Parameter) if one.requires_grad and one.grad is not None]
-    held = {id(one) for each in alive(torch.optim.Optimizer) for group in each.param_groups for one in group["params"]}
-    found = [one for one in found if id(one) not in held]
+    known = {id(ref()) for ref in earlier}
+    held = known | {
+        id(one) for each in alive(torch.optim.Optimizer) for group in each.param_groups for one in group["params"]
+    }
+    found = [one for one in with_gradients() if id(one) not in held]
     modules = alive(nn.Module) if found else []
     standing = {id(one) for each in modules for one in each._parameters.values()}
     found = [one for one in found if id(one) not in standing]

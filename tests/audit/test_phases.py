@@ -409,3 +409,17 @@ def test_a_parameter_that_the_program_steps_itself_is_right() -> None:
                 shift.grad = None
 
     assert said(train) == []
+
+
+def test_a_parameter_that_was_trained_before_the_program_began_is_none_of_its() -> None:
+    before = nn.Parameter(torch.zeros(2))
+    before.square().sum().backward()
+
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(4):
+            learn(model, optimizer)
+
+    assert said(train) == []
+    assert before.grad is not None
