@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
+from prepkit.observe.prepared.fabric import module_of
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.reading import digest_of, generators_kept
 
@@ -59,12 +60,17 @@ class ModelCall:
     def given(self) -> dict[str, Tensor]:
         """Its tensors by the name of their argument, or of their key in a table; of several in one the first."""
         module = self.module()
-        names = [*signature(unwrap_root(module)[-1].forward).parameters] if module is not None else []
+        names = [*signature(inside_of(module).forward).parameters] if module is not None else []
         named = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
         for table in [value for value in named.values() if isinstance(value, Mapping)]:
             named |= {str(key): value for key, value in table.items()}
         firsts = {name: next(tensors(value), None) for name, value in named.items()}
         return {name: one for name, one in firsts.items() if one is not None}
+
+
+def inside_of(module: nn.Module) -> nn.Module:
+    """The program's own module in what libraries have put around it."""
+    return unwrap_root(module_of(module))[-1]
 
 
 def digest_of_calls(calls: Iterable[ModelCall]) -> str:
@@ -76,6 +82,8 @@ def digest_of_calls(calls: Iterable[ModelCall]) -> str:
 
 FEWEST = 8
 """Elements of what tells samples apart."""
+TOO_FAR = 1e-3
+"""Of the largest output: a difference that no rounding makes."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -186,3 +194,11 @@ def each(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 def apart(value: Any) -> Any:
     """The same tree, and no graph behind it."""
     return each(Tensor.detach, value)
+
+
+def far(one: Tensor, other: Tensor, limit: float = TOO_FAR) -> bool:
+    """Return whether two of one shape differ by more than a part of the largest."""
+    if one.shape != other.shape or not one.numel():
+        return False
+    one, other = one.float().nan_to_num(0.0, 0.0, 0.0), other.float().nan_to_num(0.0, 0.0, 0.0)
+    return float((one - other).abs().max()) > limit * float(one.abs().max().clamp_min(1e-6))

@@ -55,7 +55,8 @@ def audit_step(
     roots = _roots([thing for thing in alive if isinstance(thing, nn.Module)])
     called = [] if window is None else window.called()
     model = _meant(optimizer, roots, called, alive) or _model_of(optimizer, roots)
-    optimizers = [optimizer, *_beside(optimizer, alive, model)]
+    over = () if window is None else window.phases.over()
+    optimizers = [optimizer, *(one for one in _beside(optimizer, alive, model) if not _rests_behind(one, over))]
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
     heard = None if window is None else window.facts(alive, model, inner(scheduler), optimizer)
     if heard is not None and window is not None and ask_ranks and world().carries_data and not heard.communicates:
@@ -199,6 +200,12 @@ def _beside(optimizer: Any, alive: list[Any], model: nn.Module) -> list[Any]:
         for one in others
         if inner(one) is one and any(id(param) in rest for group in one.param_groups for param in group["params"])
     ]
+
+
+def _rests_behind(optimizer: Any, over: Collection[Any]) -> bool:
+    """Whether its training is over, and all that it holds was frozen behind it: what it held is nobody's turn now."""
+    held = (param for group in optimizer.param_groups for param in group["params"])
+    return optimizer in over and not any(param.requires_grad for param in held)
 
 
 def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:

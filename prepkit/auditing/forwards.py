@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, tensors
+from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, far, inside_of, tensors
 from prepkit.auditing.losses import LossCompared
+from prepkit.auditing.others import is_placed, mixed_samples, shown_classes
 from prepkit.auditing.terms import compares
-from prepkit.facts.window import ForwardFacts, SamplesMixed
+from prepkit.facts.window import ForwardFacts
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import frames_above, line_of_program
@@ -33,13 +33,8 @@ SLOW_S = 5.0
 """A model whose forward takes longer is asked nothing."""
 MOST = 8
 """Calls that are kept."""
-TOO_FAR = 1e-3
-"""Of the largest output: a difference that no rounding makes."""
 SURE = 0.99
 """Share of the targets that have to be tokens of the input."""
-ON_PURPOSE = ("batch", "moe", "expert", "router", "capacity", "quant", "memory")
-"""Words in the name of a class that is there to compare samples of a batch, or to compute them by one scale."""
-CAN_MIX = (nn.modules.batchnorm._BatchNorm,)
 LARGE = 1 << 22
 """Elements up to which what two calls were given is compared."""
 FEW = 8  # samples from which on it is no chance that all targets stand in an input
@@ -179,98 +174,15 @@ def _asked(
         first = asking.outputs()
         if first is None or time.perf_counter() - begun > SLOW_S:
             return
-        told = ForwardFacts(model=type(module).__name__, drops=tuple(asking.drops))
+        told = ForwardFacts(model=type(inside_of(module)).__name__, drops=tuple(asking.drops))
         again = asking.outputs()
         if again is not None and all(map(_equal, first, again)):  # else it draws, or remembers
-            mixed = _mixed(asking, first, sizes)
-            placed = mixed is None and _placed(asking, first, sizes)
+            mixed = mixed_samples(asking, first, sizes)
+            placed = mixed is None and is_placed(asking, first, sizes)
             told = evolve(told, mixed=mixed, placed=placed, **_ahead(asking, first, losses, returned))
-            told = evolve(told, **_padded(asking, losses))
+            told = evolve(told, **_padded(asking, losses), shown=shown_classes(asking, first, losses))
         told = evolve(told, holds=next((one for loss in losses if (one := _held(asking, loss))), ""))
     yield told
-
-
-# --- one sample, and the others ---
-
-
-def _mixed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> SamplesMixed | None:
-    """Where the outputs of a sample come to depend on another one; None: nowhere, or it cannot be told."""
-    given = [*tensors((asking.call.args, asking.call.kwargs))]
-    size = next((one.shape[0] for one in given if one.dim() and one.shape[0] in sizes), 0)
-    if size < 2 or any(size in one.shape[1:] for one in given) or _on_purpose(asking.module):
-        return None
-    change = partial(_first_replaced, size)
-    changed = asking.outputs(change)
-    if changed is None or not _others_differ(size, first, changed):
-        return None
-    with _heard(asking.module, size) as before:
-        asking.outputs()
-    with _heard(asking.module, size) as after:
-        asking.outputs(change)
-    for name, (inputs, outputs) in before.items():
-        ends = after.get(name, ([], []))
-        if _others_differ(size, outputs, ends[1]) and not _others_differ(size, inputs, ends[0]):
-            module = asking.module.get_submodule(name)
-            kind, first_dim = type(module).__name__, getattr(module, "batch_first", True)
-            if any(word in kind.lower() for word in ON_PURPOSE):
-                return None
-            return SamplesMixed(path=name, kind=kind, batch=size, time_first=first_dim is False)
-    return None
-
-
-def _placed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> bool:
-    """Whether what it says of samples is another thing where all have changed places."""
-    given = [*tensors((asking.call.args, asking.call.kwargs))]
-    size = next((one.shape[0] for one in given if one.dim() and one.shape[0] in sizes), 0)
-    kept = (one for module in asking.module.modules() for one in tensors(vars(module)))
-    own = any(size in one.shape for one in kept)  # a state, or a weight, of each row
-    named = "ensemble" in " ".join(type(one).__name__.lower() for one in asking.module.modules())
-    if size < 3 or any(size in one.shape[1:] for one in given) or _on_purpose(asking.module) or named or own:
-        return False
-    after = asking.outputs(lambda one: one.roll(1, 0) if one.dim() and one.shape[0] == size else one)
-    pairs = [(a, b) for a, b in zip(first, after or (), strict=False) if a.shape == b.shape and len(a.shape)]
-    return any(a.shape[0] == size and _far(a.roll(1, 0), b) for a, b in pairs)
-
-
-def _on_purpose(module: nn.Module) -> bool:
-    """Return whether a batch norm of its own averages the samples of every batch."""
-    return any(isinstance(one, CAN_MIX) and one.running_mean is None for one in module.modules())
-
-
-def _first_replaced(size: int, one: Tensor) -> Tensor:
-    """The batch with its second sample in the place of the first."""
-    if not one.dim() or one.shape[0] != size:
-        return one
-    return torch.cat([one[1:2], one[1:]])
-
-
-def _others_differ(size: int, before: list[Tensor], after: list[Tensor]) -> bool:
-    pairs = zip(before, after, strict=True) if len(before) == len(after) else ()
-    return any(_far(a[1:], b[1:]) for a, b in pairs if a.shape == b.shape and _by_sample(a, size))
-
-
-def _by_sample(one: Tensor, size: int) -> bool:
-    return one.dim() > 0 and one.shape[0] == size and size not in one.shape[1:]
-
-
-Heard = dict[str, tuple[list[Tensor], list[Tensor]]]
-
-
-@contextmanager
-def _heard(module: nn.Module, size: int) -> Iterator[Heard]:
-    """What its modules are given and return inside, in the order in which they return."""
-    heard: Heard = {}
-
-    def hears(name: str, _: Any, args: Any, kwargs: Any, result: Any) -> None:
-        pair = ([one for one in tensors(each) if _by_sample(one, size)] for each in ((args, kwargs), result))
-        heard.setdefault(name, tuple(pair))  # type: ignore[arg-type]
-
-    hooks = [one.register_forward_hook(partial(hears, name), with_kwargs=True) for name, one in module.named_modules()]
-    try:
-        yield heard
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 # --- a place, and what comes after it ---
@@ -357,9 +269,9 @@ def _looks_ahead(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int) 
     if after is None or not all(shapes) or len(after) != len(first):
         return None
     by_place = [pair for pair in zip(first, after, strict=True) if _has_places(pair[0], tokens)]
-    if not any(_far(*pair) for pair in by_place):
+    if not any(far(*pair) for pair in by_place):
         return None
-    return any(_far(a.narrow(dim, 0, middle), b.narrow(dim, 0, middle)) for a, b in by_place)
+    return any(far(a.narrow(dim, 0, middle), b.narrow(dim, 0, middle)) for a, b in by_place)
 
 
 def _reads_itself(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int) -> bool:
@@ -370,7 +282,7 @@ def _reads_itself(asking: Asking, first: list[Tensor], tokens: Tensor, dim: int)
     after = asking.outputs(lambda one: others if one is tokens else one)
     pairs = [*zip(first, after or (), strict=False)]
     by_place = [(a, b) for a, b in pairs if a.shape == b.shape and _has_places(a, tokens)]
-    return not by_place or any(_far(a.select(dim, at), b.select(dim, at)) for a, b in by_place)
+    return not by_place or any(far(a.select(dim, at), b.select(dim, at)) for a, b in by_place)
 
 
 def _has_places(one: Tensor, tokens: Tensor) -> bool:
@@ -470,7 +382,7 @@ def _changes_with_pads(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
     before, after = asking.outputs(chosen), asking.outputs(cut)
     if before is None or after is None or len(before) != len(after):
         return False
-    return any(_far(*_real(a, b, lengths[rows], length, longest)) for a, b in zip(before, after, strict=True))
+    return any(far(*_real(a, b, lengths[rows], length, longest)) for a, b in zip(before, after, strict=True))
 
 
 def _real(one: Tensor, cut: Tensor, lengths: Tensor, length: int, longest: int) -> tuple[Tensor, Tensor]:
@@ -485,14 +397,7 @@ def _real(one: Tensor, cut: Tensor, lengths: Tensor, length: int, longest: int) 
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and not _far(one, other, 1e-6)
-
-
-def _far(one: Tensor, other: Tensor, limit: float = TOO_FAR) -> bool:
-    if one.shape != other.shape or not one.numel():
-        return False
-    one, other = one.float().nan_to_num(0.0, 0.0, 0.0), other.float().nan_to_num(0.0, 0.0, 0.0)
-    return float((one - other).abs().max()) > limit * float(one.abs().max().clamp_min(1e-6))
+    return one.shape == other.shape and not far(one, other, 1e-6)
 
 
 def _different(one: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -16,6 +17,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
+from prepkit.auditing.phases import makes_optimizer_behind
 from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
 from prepkit.facts.phases import PhaseFacts
@@ -36,6 +38,8 @@ LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
 ALONE = "before its first step alone"
 NEVER = 1 << 62
+WAITS_S = 10.0
+"""Time that the rest of a first training may take, where another is to be looked at behind it."""
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
@@ -73,6 +77,8 @@ class ScriptLooks:
     watched: DriftWatch = field(init=False)
     _behind: dict[str, DriftWatch] = field(factory=dict, init=False)
     """Watches over trainings that have begun behind the first, by what they train."""
+    _until: float = field(default=0.0, init=False)
+    """How long it waits behind its last step for another training to begin; 0: it does not."""
     _taken_over: bool = field(default=False, init=False)
     """Whether another optimizer steps what the first one did."""
 
@@ -141,6 +147,8 @@ class ScriptLooks:
         def counts(*_: Any) -> None:
             if watch.steps >= self.steps:
                 watch.every = NEVER  # a hook cannot be taken off inside of a step
+                if self._until:
+                    self.arrivals.leaves(LOOKED, self._stop)
 
         watch.act = adds
         if live is not None and world().size == 1 and not joins(live.model):
@@ -163,9 +171,17 @@ class ScriptLooks:
 
     def _counts(self, *_: Any) -> None:
         assert self.found is not None
-        self.found = evolve(self.found, steps=self.watched.steps)
-        if self.watched.steps >= self.steps:
+        self.found = evolve(self.found, steps=min(self.watched.steps, self.steps))
+        if self.watched.steps >= self.steps and not self._waits():
             self.arrivals.leaves(LOOKED, self._stop)
+
+    def _waits(self) -> bool:
+        """Whether lines behind this training make an optimizer for another, which has not begun, and may soon."""
+        if not self._until and self.watched.every != NEVER:
+            alone = not self._behind and world().size == 1
+            self._until = time.monotonic() + WAITS_S if alone and makes_optimizer_behind(again=False) else 0.0
+            self.watched.every = NEVER
+        return time.monotonic() < self._until and not self._behind
 
     def _adds(self, findings: tuple[Finding, ...], when: str = "", scheduler: Any = None) -> None:
         assert self.found is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import gc
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,13 +17,26 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
-from prepkit.objects.alive import alive
+from prepkit.objects.alive import alive, alive_of
 from prepkit.objects.local_part import local
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import Line, frames_above, line_of_program, lines_of_program, loops_have
+from prepkit.observe.prepared.around import (
+    Line,
+    frames_above,
+    is_foreign,
+    line_of_program,
+    lines_of_program,
+    loops_have,
+    name_of,
+    nodes_of,
+    outermost,
+    own_frames,
+    parsed,
+    texts_of_program,
+)
 from prepkit.observe.prepared.fabric import module_of
 from prepkit.observe.prepared.instead import around_calls
-from prepkit.observe.prepared.optimizers import as_rate, inner
+from prepkit.observe.prepared.optimizers import as_rate, engines, inner
 
 TICKED = (LRScheduler, SequentialLR, ChainedScheduler, ReduceLROnPlateau)
 """Classes with a ``step`` of their own."""
@@ -206,6 +222,8 @@ class Phases:
     _driven: weakref.WeakSet[Any] = field(factory=weakref.WeakSet)
     """Optimizers that a scheduler was made for."""
     _outlived: dict[Outlived, None] = field(factory=dict)
+    _earlier: list[weakref.ref[Tensor]] = field(factory=list)
+    """Parameters that had gradients before the program began, as of other cells of a notebook."""
     begins_anew: bool = False
     """Whether the step that begins is the first of a training of its own, behind those of all other optimizers."""
 
@@ -213,6 +231,7 @@ class Phases:
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         handle = register_optimizer_step_pre_hook(self._begins)
+        self._earlier = [weakref.ref(one) for one in with_gradients()]
         try:
             with ExitStack() as stack:
                 for kind in TICKED:
@@ -224,7 +243,8 @@ class Phases:
 
     def told(self) -> dict[str, Any]:
         """What was heard so far, as a field of ``WindowFacts``."""
-        left = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
+        left: dict[str, Any] = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
+        left["loose"] = tuple(loose_parameters(self._earlier)) if self._steps == 1 else ()
         return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over(), **left)}
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:
@@ -247,6 +267,10 @@ class Phases:
         now = lines_of_program(frames_above(__file__))
         others = self._courses.values()
         return bool(self._courses) and not any(held <= one.held or _in_one_run(one.stands, now) for one in others)
+
+    def over(self) -> list[Any]:
+        """Optimizers whose training is over, where the step that begins is the first of another."""
+        return [*self._courses][:-1] if self.begins_anew else []
 
     def _taken_over(self) -> bool:
         first = None if self._first is None else self._first()
@@ -297,3 +321,103 @@ def _in_one_run(before: Sequence[Line], now: Sequence[Line]) -> bool:
         if first != second:
             return False
     return False
+
+
+# --- what nobody holds ---
+
+
+def with_gradients() -> list[nn.Parameter]:
+    """All parameters that get gradients, and have some."""
+    return [one for one in alive_of(lambda kind: kind is nn.Parameter) if one.requires_grad and one.grad is not None]
+
+
+def loose_parameters(earlier: list[weakref.ref[Tensor]]) -> Iterator[str]:
+    """Yield what the program calls its parameters that get gradients, stand in no module, and that nobody steps.
+
+    Not where it reads gradients itself, as one that steps by hand does, or makes an optimizer behind this line.
+    """
+    known = {id(ref()) for ref in earlier}
+    held = known | {
+        id(one) for each in alive(torch.optim.Optimizer) for group in each.param_groups for one in group["params"]
+    }
+    found = [one for one in with_gradients() if id(one) not in held]
+    modules = alive(nn.Module) if found else []
+    standing = {id(one) for each in modules for one in each._parameters.values()}
+    found = [one for one in found if id(one) not in standing]
+    if not found or any(map(engines, modules)) or _by_hand() or makes_optimizer_behind():
+        return
+    kept = {one.untyped_storage().data_ptr() for each in modules for one in each._parameters.values() if _is_own(one)}
+    for one in found:
+        if one.untyped_storage().data_ptr() not in kept and (name := _name_of(one)):
+            yield name
+
+
+def _is_own(one: Any) -> bool:
+    return type(one) is nn.Parameter and not one.is_meta
+
+
+def _by_hand() -> bool:
+    """Return whether the program reads gradients where it steps or begins, or moves weights by them in any file."""
+    own = own_frames()
+    files = {one.f_code.co_filename for one in (*own[:1], *own[-1:])}
+    if any(_is_gradient(one) for file in files for one in nodes_of(parsed(file), ast.Attribute)):
+        return True
+    return any(
+        isinstance(one, ast.AugAssign) or name_of(one).endswith("_")
+        for file in texts_of_program()
+        for one in nodes_of(parsed(file), ast.AugAssign, ast.Call)
+        if any(_is_gradient(each) for each in ast.walk(one))
+    )
+
+
+def _is_gradient(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Attribute) or node.attr != "grad":
+        return False
+    return getattr(node.value, "attr", getattr(node.value, "id", "")) != "autograd"
+
+
+def _name_of(thing: Any, *, inside: bool = True) -> str:
+    """What a variable, or an object of the program's, calls it; empty: only others hold it.
+
+    ``inside``: or a list or table that has such a name.
+    """
+    named = (pair for one in own_frames() for pair in [*one.f_locals.items(), *one.f_globals.items()])
+    if name := next((name for name, value in named if value is thing), ""):
+        return name
+    for holder in gc.get_referrers(thing):
+        table = holder if type(holder) is dict else getattr(holder, "__dict__", {})
+        name = next((str(key) for key, value in [*table.items()] if value is thing), "")
+        for owner in (gc.get_referrers(holder) if type(holder) is dict else [holder]) if name else ():
+            if getattr(owner, "__dict__", None) is table and _is_of_program(type(owner)):
+                return f"{type(owner).__name__}.{name}"
+        if inside and type(holder) in (list, dict) and (name := _name_of(holder, inside=False)):
+            return name
+    return ""
+
+
+def _is_of_program(kind: type) -> bool:
+    return not is_foreign(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
+
+
+def makes_optimizer_behind(*, again: bool = True) -> bool:
+    """Return whether lines of the program make an optimizer that are still to come, or come ``again`` in a loop."""
+    for frame in own_frames():
+        code, tree = frame.f_code, parsed(frame.f_code.co_filename)
+        end = max((line for _, _, line in code.co_lines() if line), default=0)
+        begin = outermost(code, frame.f_lineno) if again else frame.f_lineno
+        makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
+        calls = (one for one in nodes_of(tree, ast.Call) if begin <= one.lineno <= end)
+        if any(_makes(one) or name_of(one) in makers for one in calls if one.lineno != frame.f_lineno):
+            return True
+    return False
+
+
+def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
+
+
+def _makes(call: ast.Call) -> bool:
+    """Return whether it makes an optimizer of torch's by its name, or gives one more to hold."""
+    kind = getattr(torch.optim, name_of(call), None)
+    optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    return optimizer or name_of(call) == "add_param_group"

@@ -150,6 +150,8 @@ class ForwardFacts:
     """Whether what it says of a sample depends on its place in the batch."""
     holds: str = ""
     """Where in an input the number stands that each sample is to give: ``x[:, 23]``; empty: nowhere."""
+    shown: str = ""
+    """Where an input says of which class the samples of the loss are, and not of which others are: ``x[:, 24:29]``."""
     learned: str = ""
     """The input whose pads count in the loss."""
 

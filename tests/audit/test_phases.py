@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
 
+from prepkit.auditing import looks
 from prepkit.auditing.script import audit_run
 
 Train = Callable[[], None]
@@ -338,3 +339,87 @@ def test_a_second_training_is_watched_as_the_first_one_is(steps: int) -> None:
     assert (told.rule, told.where) == ("run.drift-ticks", "Sequential: scheduler")
     assert told.what == "In step 5 of AdamW: It was ticked 8 times in 4 steps."
     assert found.beside == (f"Sequential, which AdamW trains behind it, up to its step {min(steps, 12)}",)
+
+
+class Distiller(nn.Module):
+    def __init__(self, teacher: nn.Module, student: nn.Module) -> None:
+        super().__init__()
+        self.teacher, self.student = teacher.requires_grad_(requires_grad=False), student
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            says = self.teacher(x)
+        return fn.mse_loss(self.student(x), says)
+
+
+def distilled(*, rests: bool) -> Train:
+    """A teacher that is trained first; ``rests``: and then evaluated."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        teacher = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 3))
+        first = torch.optim.Adam(teacher.parameters(), 1e-3)
+        for _ in range(5):
+            learn(teacher, first)
+        model = Distiller(teacher, net())
+        optimizer = torch.optim.Adam(model.student.parameters(), 1e-3)
+        for _ in range(12):
+            model.train()
+            teacher.train(not rests)
+            optimizer.zero_grad()
+            model(torch.randn(6, WIDTH)).backward()
+            optimizer.step()
+
+    return train
+
+
+def test_a_teacher_that_was_trained_before_is_to_rest() -> None:
+    assert set(said(distilled(rests=False), 50)) == {"run.frozen-drops", "run.frozen-norms"}
+
+
+def test_a_training_behind_the_last_step_is_waited_for_where_the_first_one_ends_soon() -> None:
+    found = audit_run(distilled(rests=False), steps=3)
+    assert found is not None
+    assert {one.rule for one in found.findings} >= {"run.frozen-drops", "run.frozen-norms"}
+    assert found.steps == 3
+    assert found.beside == ("Distiller, which Adam trains behind it, up to its step 3",)
+
+
+def test_no_training_is_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(looks, "WAITS_S", 0.0)
+    found = audit_run(distilled(rests=False), steps=3)
+    assert found is not None
+    assert (found.steps, found.beside) == (3, ())
+
+
+def test_a_teacher_that_was_trained_before_and_rests_is_right() -> None:
+    assert said(distilled(rests=True), 50) == []
+
+
+def test_a_parameter_that_the_program_steps_itself_is_right() -> None:
+    def train() -> None:
+        model, shift = net(), nn.Parameter(torch.zeros(WIDTH))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            fn.cross_entropy(model(torch.randn(6, WIDTH) + shift), torch.randint(3, (6,))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                shift -= 0.1 * shift.grad  # type: ignore[operator]
+                shift.grad = None
+
+    assert said(train) == []
+
+
+def test_a_parameter_that_was_trained_before_the_program_began_is_none_of_its() -> None:
+    before = nn.Parameter(torch.zeros(2))
+    before.square().sum().backward()
+
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(4):
+            learn(model, optimizer)
+
+    assert said(train) == []
+    assert before.grad is not None

@@ -438,11 +438,13 @@ BROKEN: dict[str, RunFacts] = {
     ),
     "run.classes-blended": computed(blended=("train.py:31",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
-    "run.target-given": asked(holds="x[:, 23]"),
+    "run.target-given": asked(holds="x[:, 23]", shown="x[:, 24:29]"),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.backward-wasted": evolve(FINE, window=WindowFacts(wasted=(("train.py:31", 3),))),
     "run.optimizer-anew": evolve(FINE, window=WindowFacts(anew=("Adam", "train.py:31"))),
-    "run.module-unheld": evolve(FINE, window=WindowFacts(unheld=(("Weighed", 2),))),
+    "run.module-unheld": evolve(
+        FINE, window=WindowFacts(unheld=(("Weighed", 2),), phases=PhaseFacts(loose=("Weights.logs",)))
+    ),
     "run.ratio-one": evolve(FINE, window=WindowFacts(ratios=("train.py:31",))),
     "run.best-aliased": evolve(FINE, window=WindowFacts(kept_alive=(("train.py:31", "model"),))),
     "run.loaded-overwritten": evolve(FINE, window=WindowFacts(overwritten=(("Net", "train.py:9"),))),

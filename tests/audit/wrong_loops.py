@@ -44,6 +44,7 @@ from tests.audit.loops import (
     two_layers,
 )
 from tests.audit.misgiven import MISGIVEN, RIGHT_LOSSES
+from tests.audit.others_loops import RIGHT_OTHERS, WRONG_OTHERS
 from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
 from tests.audit.shares_loops import RIGHT_SHARES, WRONG_SHARES
 from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
@@ -556,6 +557,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_ASKED,
     *WRONG_SHARES,
     *WRONG_LESSONS,
+    *WRONG_OTHERS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
@@ -623,5 +625,5 @@ WRONG: tuple[Loop, ...] = (
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
     *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *RIGHT_INPUTS, *RIGHT_SHARES),
-    *(*RIGHT_LESSONS, *WRONG),
+    *(*RIGHT_LESSONS, *RIGHT_OTHERS, *WRONG),
 )

@@ -246,6 +246,12 @@ def innermost(code: CodeType, line: int) -> tuple[int, int]:
     return max(around, default=(0, 0))
 
 
+def outermost(code: CodeType, line: int) -> int:
+    """First line of the outermost loop around a line of a function, or that line itself."""
+    spans = _loops(code.co_filename)
+    return min((begin for begin, end in spans if code.co_firstlineno <= begin <= line <= end), default=line)
+
+
 BESIDE_STEPS = frozenset({"step", "update", "unscale_", "clip_grad_norm_", "clip_grad_value_"})
 """Methods and functions that make and clear no gradient."""
 

@@ -73,6 +73,10 @@ def _holds(facts: RunFacts) -> Iterator[Hit]:
     for one in _forwards(facts):
         if one.holds:
             yield Hit(one.model, f"What each sample is to give stands in what it is given: {one.holds} is the target.")
+        if one.shown:
+            what = f"The class of each sample of the loss stands in what it is given, {one.shown}, which hides that of"
+            fix = "Take the loss on samples whose classes it is not given, as half of them in each step."
+            yield Hit(one.model, f"{what} others: it reads off what it is to say.", fix)
 
 
 def _misgiven(facts: RunFacts) -> Iterator[Hit]:

@@ -103,6 +103,9 @@ def _unheld(facts: RunFacts) -> Iterator[Hit]:
     for name, many in facts.window.unheld if facts.window is not None else ():
         what = f"`{name}` trains and gets gradients of {count(many, 'parameter')}, and no optimizer holds any of them"
         yield Hit("optimizer", f"{what}: it stays as it was made.")
+    for name in facts.window.phases.loose if facts.window is not None else ():
+        what = f"`{name}` gets gradients, is a parameter of no module, and no optimizer holds it: it stays as it was"
+        yield Hit("optimizer", f"{what} made.", "Make it an attribute of the model, or give it to an optimizer too.")
 
 
 def _anew(facts: RunFacts) -> Iterator[Hit]:
@@ -300,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.module-unheld",
-        summary="A module that gets gradients is stepped by somebody, or frozen.",
+        summary="A module, or a parameter, that gets gradients is stepped by somebody, or frozen.",
         check=_unheld,
         at=(Moment.AUDIT,),
         fix="Give its parameters() to an optimizer too, or freeze it by requires_grad_(False).",
