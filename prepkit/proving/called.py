@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
-from prepkit.proving.collectives import Answers, own_count
+from prepkit.proving.collectives import AnswersInCall, own_count
 from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
 from prepkit.proving.loss_graph import Factor, edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
@@ -59,7 +59,7 @@ class Called:
     """Parameters that trained nothing in it."""
     own_total: bool = False
     """Whether the model was told to divide a sum by a number that the window gives it."""
-    asked: Answers = field(factory=Answers)
+    asked: AnswersInCall = field(factory=AnswersInCall)
     """What its own collectives gave."""
 
     @classmethod

@@ -30,7 +30,7 @@ from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving import tree
 from prepkit.proving.loss_graph import Factor
 from prepkit.proving.parts_of import CannotReplay
-from prepkit.proving.record_file import COLLECTIVES, Asked, Record
+from prepkit.proving.record_file import COLLECTIVES, Question, Record
 from prepkit.ranks.world import world
 
 MOST = 1 << 20
@@ -80,20 +80,20 @@ def _tensors(args: Any) -> list[Tensor]:
     return [one for given in args if isinstance(given, Tensor | list | tuple) for one in tree.tensors_of(given)]
 
 
-def _question(name: str, args: Any, kwargs: Any) -> Asked | None:
+def _question(name: str, args: Any, kwargs: Any) -> Question | None:
     """What is asked by a method of a process group; None: it carries a gradient, or is not the model's."""
     given = _tensors(args)
     unkept = _tensors(kwargs.values()) or any(one.layout is not torch.strided for one in given)
     if unkept or _needs_gradient(given) or not (line := _asked_at()):
         return None
-    return Asked(name=name, line=line, shapes=tuple(tuple(one.shape) for one in given))
+    return Question(name=name, line=line, shapes=tuple(tuple(one.shape) for one in given))
 
 
 @define(eq=False)
 class Answer:
     """A question, and what it gave."""
 
-    asked: Asked
+    asked: Question
     into: list[Tensor]
     """What takes it."""
     before: list[Tensor]
@@ -107,7 +107,7 @@ class Answer:
     """Whether several numbers of each rank come together in it, which are no counts."""
 
     @classmethod
-    def to(cls, asked: Asked, args: Any) -> Answer:
+    def to(cls, asked: Question, args: Any) -> Answer:
         """Before it is asked."""
         into, own = _tensors(args[:1]), list[float]()
         mine = _tensors(args[:1] if asked.name == "allreduce" else args[1:])
@@ -137,7 +137,7 @@ class Answer:
 
 
 @define(eq=False)
-class Answers:
+class AnswersInCall:
     """Those of one call."""
 
     answers: list[Answer] = field(factory=list)
@@ -191,12 +191,12 @@ class Answers:
         """Whether it got numbers of other ranks, and no counts alone, so that a loss may be one of all of them."""
         return any(one.mixes for one in self.answers)
 
-    def recorded(self) -> tuple[Asked, ...]:
+    def recorded(self) -> tuple[Question, ...]:
         """As the file has it."""
         return tuple(one.asked for one in self.answers)
 
 
-def own_count(factor: Factor, calls: Sequence[Answers], given: Collection[float]) -> float | None:
+def own_count(factor: Factor, calls: Sequence[AnswersInCall], given: Collection[float]) -> float | None:
     """The part that a rank has in the number by which a sum was divided, as collectives tell; None: nobody knows.
 
     It was divided by that number, or by the mean of the ranks. ``given``: numbers that came from outside, which may be
@@ -213,7 +213,7 @@ def own_count(factor: Factor, calls: Sequence[Answers], given: Collection[float]
     return None
 
 
-def listened(now: Callable[[], Answers | None]) -> list[tuple[Any, str, Callable[..., Any]]]:
+def listened(now: Callable[[], AnswersInCall | None]) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What stands for methods of process groups while a recorder listens; ``now``: of the call that runs."""
 
     def asks(name: str, plain: Callable[..., Any], group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ class _Again:
     """That have asked."""
 
     @property
-    def questions(self) -> Sequence[Asked]:
+    def questions(self) -> Sequence[Question]:
         """Those that were recorded."""
         return self.record.head.calls[self.number].asked
 
@@ -289,7 +289,7 @@ class _Again:
             if one.line in self._lines:
                 raise self._other(one)
 
-    def _other(self, asked: Asked) -> CannotReplay:
+    def _other(self, asked: Question) -> CannotReplay:
         which = f"{asked.name} at {asked.line} in call {self.number} on rank {self.record.head.rank}"
         said = f"the forward does not repeat the collectives of the run ({which})"
         return CannotReplay(f"{said}, {OWN_COLLECTIVE}")

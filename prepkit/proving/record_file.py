@@ -76,7 +76,7 @@ COLLECTIVES = frozenset(
 
 
 @frozen(kw_only=True)
-class Asked:
+class Question:
     """A collective in a forward, over tensors without a gradient; what it gave lies under ``asked/``."""
 
     name: str
@@ -108,7 +108,7 @@ class RecordedCall:
     """Parameters of those that the window trains which were frozen in it."""
     apart: bool = False
     """Whether one node has made all outputs, as DDP hands them on, so that none of them is computed from another."""
-    asked: tuple[Asked, ...] = ()
+    asked: tuple[Question, ...] = ()
     """Collectives of its own, in their order."""
 
 
@@ -393,7 +393,7 @@ def _wrong_call(at: int, head: Head, tensors: Mapping[str, Tensor]) -> Iterator[
     yield from _wrong_answers(at, call.asked, tensors)
 
 
-def _wrong_answers(at: int, asked: tuple[Asked, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _wrong_answers(at: int, asked: tuple[Question, ...], tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield what is wrong with the collectives of a call."""
     if odd := [one.name for one in asked if one.name not in COLLECTIVES]:
         yield f"call {at} has called {odd[0]:.40}, which is no collective"
