@@ -152,10 +152,11 @@ def _model_of(optimizer: Any, roots: list[nn.Module]) -> nn.Module:
     slots = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     live = {key for key, param in slots.items() if param.grad is not None}
 
-    def weight(root: nn.Module) -> tuple[int, int, int]:
+    def weight(root: nn.Module) -> tuple[int, ...]:
         params = list(root.parameters())
+        held = {id(param) for param in params} & slots.keys()
         known = sum(id(param) in slots or param.grad is not None for param in params)
-        return sum(id(param) in live for param in params), known, len(params)
+        return len(held & live), known, len(held), len(params)
 
     model = _held_around(max(roots, key=weight, default=nn.Module()), roots, slots)
     rests = bool(live) and not any(weight(model)[:2]) and not engines(model)  # an engine steps masters of its own

@@ -87,6 +87,8 @@ class GivenBack:
         code = frame.f_code
         if event != "return" or given is None or code in self._others:
             return
+        if torch._C._functorch.maybe_current_level() is not None:
+            return  # what a transform of torch.func computes with means nothing outside of it
         if is_foreign(code.co_filename) or code.co_flags & _PAUSES:
             self._others.add(code)
             return

@@ -46,6 +46,7 @@ HERE = tuple(name for name in sorted(COLLECTIVES) if hasattr(getattr(dist, "Proc
 """Methods of a process group in this torch."""
 PASSES = re.compile(
     r"[/\\](?:torch[/\\](?:distributed[/\\][^/\\]*|overrides|utils[/\\]_\w+)|deepspeed[/\\](?:comm|utils)[/\\].*)\.py$"
+    r"|[/\\](?:typing_extensions|functools|contextlib)\.py$"
 )
 """Files through which a collective only passes, beside prepkit's that listen."""
 SHARES = re.compile(
