@@ -37,7 +37,7 @@ from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window, goes_backward
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Finding
-from prepkit.objects.alive import alive
+from prepkit.objects.alive import alive, seen_once
 from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.around import wraps_behind
 from prepkit.observe.prepared.averaging import left_waiting
@@ -192,7 +192,8 @@ class _Steps:
         made = not goes_backward()  # in a hook of the backward some gradients are still to come
         self.window.awaited = _awaited(optimizer) if made else ()
         asks = _together(self.arrivals, self.window.awaited)
-        found = audit_step(optimizer, made=made, window=self.window, ask_ranks=asks, earlier=self._earlier)
+        with seen_once():
+            found = audit_step(optimizer, made=made, window=self.window, ask_ranks=asks, earlier=self._earlier)
         if first and asks and _is_of_each(found.facts, self.window):
             self._passed.add(self._stepped.pop(id(optimizer)))
             self._forgets()
