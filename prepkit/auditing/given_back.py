@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from types import CodeType, FrameType
@@ -24,6 +24,8 @@ MOST_PARTS = 16
 """Of what a function gives back."""
 MOST_TURNS = 8
 """Times from a call of a module to a backward in which it listens: Python then calls it for each function."""
+MOST_CALLS = 64
+"""Calls of modules behind which it stops, where nothing goes backward, as while a program only infers."""
 _PAUSES = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 
@@ -49,6 +51,8 @@ class GivenBack:
     _others: set[CodeType] = field(factory=set)
     """Code of libraries, and what gives back several times."""
     _turns: int = 0
+    _calls: int = 0
+    """Since it listens."""
     _listens: bool = False
 
     @contextmanager
@@ -63,9 +67,12 @@ class GivenBack:
     def enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """A module is called: it listens, unless somebody else does."""
         del module, args, kwargs
+        self._calls += 1
+        if self._listens and self._calls > MOST_CALLS:
+            self.ends()
         free = not self._listens and self._turns < MOST_TURNS and sys.getprofile() is None
         if free and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._listens = True
+            self._listens, self._calls = True, 0
             self._turns += 1
             sys.setprofile(self._hears)
 
@@ -96,13 +103,13 @@ class GivenBack:
 
 
 def _parts(given: Any) -> list[tuple[Any, Any]]:
-    if isinstance(given, Mapping):
-        return [*given.items()][:MOST_PARTS]
+    if isinstance(given, dict):  # by its own method: a table of the program's may compute what it is asked for
+        return [*dict.items(given)][:MOST_PARTS]
     return [*enumerate(given)][:MOST_PARTS] if type(given) in (tuple, list) else [(None, given)]
 
 
 def _is_loss(value: Any) -> bool:
-    return type(value) is Tensor and value.grad_fn is not None and value.numel() == 1
+    return type(value) is Tensor and value.numel() == 1 and value.grad_fn is not None
 
 
 def _said(text: Text, place: Any) -> ast.expr | None:

@@ -129,11 +129,15 @@ def prove_script(
     finally:
         hook.remove()
     if proof is not None and seen:
-        found = everywhere(seen[0]) if arrivals.alone else seen[0]
-        told = untold((*found.findings, *behind.beside(found)), proof.findings)
-        proof = evolve(proof, audit=evolve(found, findings=tuple(told)))
+        proof = _beside(proof, everywhere(seen[0]) if arrivals.alone else seen[0], behind)
     arrivals.lets_go()
     return proof
+
+
+def _beside(proof: Proof, found: Audit, behind: HeardBehind) -> Proof:
+    """The proof with the audit of its first step, and what was heard behind that, but for what it tells itself."""
+    told = untold((*found.findings, *behind.beside(found)), proof.findings)
+    return evolve(proof, audit=evolve(found, findings=tuple(told)))
 
 
 def _forget(recorder: Recorder, steps: list[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -260,6 +261,38 @@ def threshold_in_a_function_that_calls_the_model(rank: int, world: int) -> None:
     optimizer.step()
 
 
+class Lazy(dict[str, Tensor]):
+    """A table that counts what it is asked for."""
+
+    asked = 0
+
+    def items(self) -> Any:
+        type(self).asked += 1
+        return super().items()
+
+
+def table_of_its_own(rank: int, world: int) -> None:
+    """Nobody asks it anything but the program."""
+    model, optimizer, x, y = begun()
+
+    def losses() -> Lazy:
+        return Lazy(loss=fn.mse_loss(model(x), y))
+
+    losses()["loss"].backward()
+    assert Lazy.asked == 0
+    optimizer.step()
+
+
+def many_calls_and_no_backward(rank: int, world: int) -> None:
+    """Python calls nobody for each function for ever."""
+    model, optimizer, x, y = begun()
+    for _ in range(1000):
+        model(x)
+    assert sys.getprofile() is None
+    fn.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
 def listened_to_by_another(rank: int, world: int) -> None:
     """Who profiles the program goes on to hear it."""
     heard: list[str] = []
@@ -286,5 +319,6 @@ RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
         *(overlap_that_trains, penalty_with_a_graph, penalty_once_in_a_while, penalty_in_a_branch),
         *(overlap_that_is_printed, value_shown_with_another_gradient, threshold_of_a_teacher, share_of_samples),
         *(shifted_by_its_largest, criterion_that_trains, model_that_scores_itself, listened_to_by_another),
+        *(table_of_its_own, many_calls_and_no_backward),
     )
 )
