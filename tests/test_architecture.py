@@ -27,6 +27,8 @@ VIOLATIONS = {
     "Layers inside applying": ("prepkit/applying/handlers/ddp.py", "from prepkit.applying import verification"),
     "Layers inside the plan": ("prepkit/plan/layout.py", "from prepkit.plan import drift"),
     "Layers inside the codec": ("prepkit/codec/text.py", "from prepkit.codec import field_types"),
+    "Layers inside the formats": ("prepkit/formats/launches.py", "from prepkit.formats import started"),
+    "No circle": ("prepkit/saving/contents.py", "from prepkit.saving.session import Checkpoints"),
     "Layers inside the DeepSpeed config": (
         "prepkit/resolve/deepspeed/keys.py",
         "from prepkit.resolve.deepspeed import data",

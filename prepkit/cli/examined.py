@@ -29,10 +29,11 @@ from prepkit.formats.importers import IMPORTERS
 from prepkit.formats.importers.source import JSON, READERS, Imported, Source
 from prepkit.formats.importers.source import read as read_source
 from prepkit.formats.importers.training_arguments import read_options
+from prepkit.formats.launch_findings import file_findings, script_findings, supposed
 from prepkit.formats.launched_config import trained, two_places, with_options
 from prepkit.formats.launches import Argument, LaunchLine, NamedFile, Script, makes, read_script
 from prepkit.formats.places import FilePlace, place_of
-from prepkit.formats.started import file_findings, processes_said, script_findings, started, supposed
+from prepkit.formats.started import processes_said, started
 
 if TYPE_CHECKING:
     from prepkit.planner.budget import Costs

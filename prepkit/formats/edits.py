@@ -16,9 +16,10 @@ from prepkit.codec.languages import typed
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected, errors
 from prepkit.formats.importers import IMPORTERS
+from prepkit.formats.importers.composed import composed
 from prepkit.formats.importers.foreign import lenient
 from prepkit.formats.importers.positions import plain_json, positions
-from prepkit.formats.importers.source import LANGUAGES, Imported, Source, composed
+from prepkit.formats.importers.source import LANGUAGES, Imported, Source
 from prepkit.formats.places import scalar_end
 from prepkit.rules.without_model import ask
 

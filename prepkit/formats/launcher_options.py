@@ -8,17 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
 
 from attrs import field, frozen
-
-from prepkit import rules
-from prepkit.findings import Finding
-
-if TYPE_CHECKING:
-    from prepkit.formats.launches import Argument, LaunchLine, Script
-    from prepkit.formats.started import SlurmShare
 
 PORT, COUNT = (0, 2**16 - 1), (1, 2**31 - 1)
 """The least and the greatest of what an option counts."""
@@ -87,6 +79,29 @@ class LauncherOptions:
         ways = [name for name in known if name.startswith(plain)] or [name for name in known if inside.match(name)]
         return min(ways, key=len) if len(plain) > _SHORT and ways else ""
 
+    def refused(self, name: str, value: str | bool) -> tuple[str, str] | None:
+        """Return what it takes in the place of a value, and what to type; None: it takes the value, or nobody knows."""
+        if isinstance(value, bool) or _LATER.search(value):
+            return None
+        if name in self.words:
+            words = self.words[name].split("|")
+            near = difflib.get_close_matches(value, words, 1)
+            right = near[0] if near else " or ".join(words[:2])
+            return None if value in words else (f"one of {', '.join(words[:4])}", right)
+        if name in self.forms:
+            form, text = self.forms[name]
+            return None if re.fullmatch(form, value) else (text, text)
+        if name not in self.numbers:
+            return None
+        least, most = self.ranges.get(name, (-(2**31), 2**31))
+        if re.fullmatch(r"[+-]?\d{1,10}", value) is None:
+            return "a whole number", "a whole number"
+        between = f"a number from {least} to {most}" if most == PORT[1] else f"a number from {least}"
+        return None if least <= int(value) <= most else (between, between)
+
+
+_LATER = re.compile(r"[$`{<\\]|^[A-Z_]+$|x{2,}")
+"""A value that is known when it runs, or that stands in a page for one."""
 
 _SHORT = 3
 """Letters that stand in too many names, in order."""
@@ -212,127 +227,6 @@ LAUNCHERS: Mapping[str, LauncherOptions] = {
 """Launcher to its options."""
 
 
-def option_findings(path: str, launch: LaunchLine) -> Iterator[Finding]:
-    """Say which options of a line its launcher refuses: before it has started anything."""
-    table = LAUNCHERS.get(launch.launcher)
-    if table is None:
-        return
-    for option in launch.strange:
-        typed = option.typed.lstrip("-")
-        if meant := table.meant(typed):
-            begun = table.begun(typed) if table.shortened else ()
-            what = f"{launch.launcher} has no option {option.typed}, and does not start"
-            if len(begun) > 1:
-                what = f"{option.typed} begins --{begun[0]} and --{begun[1]}, and {launch.launcher} does not start"
-            written = meant.replace("_", "-") if "-" in typed and table.dashed else meant
-            yield rules.found("launch.unknown-option", _at(path, option), what, f"Write --{written}.")
-    for name, option in launch.options.items():
-        if any(one in launch.options for one in table.unread.get(name, "").split()):
-            continue
-        if said := _refused(table, name, option.value):
-            what = f"{launch.launcher} takes {said[0]} as {option.typed}, and not {option.value}: it does not start"
-            yield rules.found("launch.refused-option", _at(path, option), what, f"Write {said[1]}.")
-    for switch, name, least in table.least:
-        few = launch.options.get(name)
-        if few is not None and switch in launch.options and (_number(few.value) or least) < least:
-            what = f"{launch.launcher} takes {least} or more as {few.typed} with --{switch}, and does not start"
-            fix = f"Write {least} or more, or remove --{switch}."
-            yield rules.found("launch.refused-option", _at(path, few), what, fix)
-    for groups in table.apart:
-        here = [option for group in groups for option in _first(launch, group)]
-        if len(here) > 1:
-            what = f"{launch.launcher} takes {here[0].typed} or {here[1].typed}, and does not start with both"
-            yield rules.found("launch.refused-option", _at(path, here[1]), what, "Remove one of them.")
-
-
 def refuses(launcher: str, name: str, value: str | bool) -> bool:
     """Return whether a launcher is known to refuse a value."""
-    return launcher in LAUNCHERS and _refused(LAUNCHERS[launcher], name, value) is not None
-
-
-def _first(launch: LaunchLine, group: str) -> list[Argument]:
-    return [launch.options[name] for name in group.split() if name in launch.options][:1]
-
-
-def _at(path: str, option: Argument) -> str:
-    return f"{path}:{option.line}:{option.column}"
-
-
-_LATER = re.compile(r"[$`{<\\]|^[A-Z_]+$|x{2,}")
-"""A value that is known when it runs, or that stands in a page for one."""
-
-
-def _refused(table: LauncherOptions, name: str, value: str | bool) -> tuple[str, str] | None:
-    """What a launcher takes in the place of a value, and what to type; None: it takes the value, or nobody knows."""
-    if isinstance(value, bool) or _LATER.search(value):
-        return None
-    if name in table.words:
-        words = table.words[name].split("|")
-        near = difflib.get_close_matches(value, words, 1)
-        return (
-            None if value in words else (f"one of {', '.join(words[:4])}", near[0] if near else " or ".join(words[:2]))
-        )
-    if name in table.forms:
-        form, text = table.forms[name]
-        return None if re.fullmatch(form, value) else (text, text)
-    if name not in table.numbers:
-        return None
-    least, most = table.ranges.get(name, (-(2**31), 2**31))
-    if re.fullmatch(r"[+-]?\d{1,10}", value) is None:
-        return "a whole number", "a whole number"
-    between = f"a number from {least} to {most}" if most == PORT[1] else f"a number from {least}"
-    return None if least <= int(value) <= most else (between, between)
-
-
-def _number(text: Any) -> int | None:
-    return int(str(text)) if re.fullmatch(r"\d{1,9}", str(text)) else None
-
-
-# --- several machines -------------------------------------------------------------------------------------------------
-
-_RANKS_OF = {"torchrun": ("node_rank", "nnodes"), "accelerate": ("machine_rank", "num_machines")}
-"""Launcher to its options of the number of this machine, and of how many there are."""
-
-
-def machine_findings(script: Script, launch: LaunchLine, given: SlurmShare) -> Iterator[Finding]:
-    """Say what each of several machines does by itself, where it is to find the others."""
-    if launch.launcher not in _RANKS_OF:
-        return
-    options = launch.options
-    rank_by, nodes_by = _RANKS_OF[launch.launcher]
-    said, rank = options.get(nodes_by), options.get(rank_by)
-    nodes = _number(str(said.value).rpartition(":")[2]) if said is not None else _number(launch.file.get(nodes_by, ""))
-    fixed = _number(rank.value) if rank is not None and "rdzv_backend" not in options else None
-    several = launch.by == "srun" and given.per_node == 1 and (given.launchers or 1) > 1
-
-    def found(at: Argument | LaunchLine, what: str, fix: str) -> Finding:
-        return rules.found("launch.nodes", f"{script.path}:{at.line}:{at.column}", what, fix)
-
-    if rank is not None and fixed is not None and nodes and fixed >= nodes:
-        there = f"the machines are 0 to {nodes - 1}" if nodes > 1 else "the only machine is 0"
-        yield found(rank, f"{there}, and {rank.typed} is {fixed}", "Write the number of this machine, from 0.")
-    elif rank is not None and fixed is not None and several and nodes != 1:
-        what = f"srun starts {given.launchers} launchers, and each of them says that it is machine {fixed}"
-        yield found(rank, what, f"Write bash -c '...' around it, with {rank.typed} $SLURM_NODEID between the quotes.")
-    elif launch.launcher == "torchrun" and several and said is None and not _by_itself(launch):
-        what = f"srun starts {given.launchers} launchers, and without --nnodes each trains by itself"
-        yield found(launch, what, f"Write --nnodes={given.launchers}; or --standalone, where that is meant.")
-    elif said is not None and nodes and nodes > 1 and "standalone" in options:
-        what = f"it waits for {nodes} machines, and --standalone lets no other find it"
-        yield found(options["standalone"], what, f"Remove it, or write {said.typed} 1.")
-    elif said is not None and nodes and nodes > 1 and rank is None and _own_host(script, launch):
-        at = options["rdzv_endpoint"]
-        what = f"it waits for {nodes} machines, and each looks for the others at its own {at.value}"
-        yield found(at, what, f"Write {at.typed} with the name of one machine that all of them reach.")
-
-
-def _by_itself(launch: LaunchLine) -> bool:
-    """Whether a line says that each launcher trains alone, or variables of torchrun's may say how many there are."""
-    return "standalone" in launch.options or any(name.startswith("PET_") for name in launch.environment)
-
-
-def _own_host(script: Script, launch: LaunchLine) -> bool:
-    """Whether the only launch of a script names the machine that it is on; several may be several on one machine."""
-    end = launch.options.get("rdzv_endpoint")
-    host = "" if end is None else str(end.value).partition(":")[0]
-    return host in ("localhost", "127.0.0.1") and len(script.launches) == 1
+    return launcher in LAUNCHERS and LAUNCHERS[launcher].refused(name, value) is not None

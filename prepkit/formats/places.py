@@ -11,8 +11,8 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import CollectionNode, Node, ScalarNode
 
 from prepkit.findings import Finding
+from prepkit.formats.importers.composed import composed
 from prepkit.formats.importers.positions import positions
-from prepkit.formats.importers.source import composed
 
 _ORIGIN = re.compile(r"(?:.* in )?(.+):(\d+):(\d+)", re.DOTALL)
 _WHERE = re.compile(r"(.+?):(\d+):(\d+)(?:\s.*)?", re.DOTALL)

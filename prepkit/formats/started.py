@@ -1,20 +1,17 @@
-"""Who starts how many processes, on how many nodes, with how many GPUs; and what contradicts in it."""
+"""Who starts how many processes, on how many nodes, with how many GPUs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
-from prepkit import rules
-from prepkit.findings import Finding
 from prepkit.formats.importers.positions import positions
 from prepkit.formats.importers.source import READERS, read
-from prepkit.formats.launcher_options import machine_findings, option_findings
-from prepkit.formats.launches import LaunchLine, Script
+from prepkit.formats.launches import LaunchLine
 
 
 @frozen(kw_only=True)
@@ -76,7 +73,7 @@ def processes_said(path: str, launch: LaunchLine | None = None) -> str:
     Without a line in that config, whose ``path`` it is then, or of the script that a config is made of.
     """
     if launch is not None:
-        named = launch.config_file if launch.launcher == "accelerate" and not _COUNTS & launch.options.keys() else None
+        named = launch.config_file if launch.launcher == "accelerate" and not COUNTS & launch.options.keys() else None
         if named is None or named.place is None:
             return f"{path}:{launch.line}:{launch.column}"
         path = named.place
@@ -85,20 +82,21 @@ def processes_said(path: str, launch: LaunchLine | None = None) -> str:
     return path if where is None else f"{path}:{where[0]}:{where[1]}"
 
 
-_COUNTS = frozenset({"num_processes", "num_machines"})
+COUNTS = frozenset({"num_processes", "num_machines"})
 _Sizes = tuple[int | None, int | None, int | None]
 """Machines, processes on one of them, and all processes."""
 
 
-def _whole(text: Any) -> int | None:
+def whole_number(text: Any) -> int | None:
+    """Return the number that a text is; None: it is none, or one of more than nine digits."""
     return int(str(text)) if re.fullmatch(r"\d{1,9}", str(text)) else None
 
 
 def given_by(launch: LaunchLine, name: str) -> int | None:
     """What the line says, or its file: the line wins."""
     if name in launch.options:
-        return _whole(launch.options[name].value)
-    return _whole(launch.file.get(name, ""))
+        return whole_number(launch.options[name].value)
+    return whole_number(launch.file.get(name, ""))
 
 
 SWITCHED = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
@@ -140,8 +138,8 @@ def _axolotl(launch: LaunchLine) -> _Sizes:
 
 
 def _llama_factory(launch: LaunchLine) -> _Sizes:
-    nodes = _whole(launch.environment.get("NNODES", "1"))
-    return nodes, _whole(launch.environment.get("NPROC_PER_NODE", "")), None
+    nodes = whole_number(launch.environment.get("NNODES", "1"))
+    return nodes, whole_number(launch.environment.get("NPROC_PER_NODE", "")), None
 
 
 def _tasks_of_slurm(launch: LaunchLine) -> _Sizes:
@@ -152,7 +150,7 @@ def _tasks_of_slurm(launch: LaunchLine) -> _Sizes:
 
 def _copies(launch: LaunchLine) -> _Sizes:
     """Each process of mpirun's is a rank; on which hosts they are, its file says."""
-    whole = _whole(next((launch.step[name] for name in ("np", "n", "c") if name in launch.step), ""))
+    whole = whole_number(next((launch.step[name] for name in ("np", "n", "c") if name in launch.step), ""))
     elsewhere = {"H", "host", "hostfile", "machinefile", "f", "map-by", "N", "npernode"} & launch.step.keys()
     asked = share(launch.slurm, launch).nodes
     nodes = 1 if not elsewhere and asked in (None, 1) else None
@@ -214,7 +212,7 @@ def _reaches(launch: LaunchLine) -> bool:
     return by_deepspeed and way != "standard"
 
 
-def _on_cpu(launch: LaunchLine) -> bool:
+def on_cpu(launch: LaunchLine) -> bool:
     """Whether no process takes a GPU, or one that CUDA knows nothing of."""
     kind = str(launch.file.get("distributed_type", "FSDP"))
     return "cpu" in launch.options or bool(launch.file.get("use_cpu")) or kind not in _ON_GPUS
@@ -233,7 +231,7 @@ def share(slurm: Mapping[str, str], launch: LaunchLine) -> SlurmShare:
     """Return what Slurm gives to a line: what stands on the line of srun goes before what ``#SBATCH`` lines say."""
     own = launch.step if launch.by == "srun" else {}
     said = [(who, name, options[name]) for who, options in (("srun", own), ("#SBATCH", slurm)) for name in options]
-    nodes = next((_whole(value) for _, name, value in said if name == "--nodes"), None)
+    nodes = next((whole_number(value) for _, name, value in said if name == "--nodes"), None)
     tasks = next((one for one in said if one[1] in ("--ntasks", "--ntasks-per-node")), ("", "", ""))
     for who in ("srun", "#SBATCH"):  # of one and the same, all tasks go before those of a node
         tasks = next((one for one in said if one[:2] == (who, "--ntasks") and tasks[0] == who), tasks)
@@ -261,7 +259,7 @@ def share(slurm: Mapping[str, str], launch: LaunchLine) -> SlurmShare:
 
 def _tasks(nodes: int | None, said: tuple[str, str, str], *, counted: bool) -> _Sizes:
     """Nodes, tasks on one of them, and all tasks."""
-    number = _whole(said[2])
+    number = whole_number(said[2])
     if not counted or (said[1] and number is None):
         return nodes, None, None
     if said[1] == "--ntasks" and number is not None:
@@ -280,193 +278,3 @@ def _gpus(said: tuple[str, str, str]) -> int | None:
         parts = [part if re.search(r"\d$", part) and ":" in f":{part}" else f"{part}:1" for part in parts]
     found = [re.fullmatch(r"(?:[A-Za-z][\w.-]*:)?(\d{1,6})", part) for part in parts]
     return sum(int(one[1]) for one in found if one) if found and all(found) else None
-
-
-# --- what contradicts ------------------------------------------------------------------------------------------------
-
-
-def script_findings(script: Script) -> tuple[Finding, ...]:
-    """Return what contradicts in the lines of a script."""
-    return tuple(
-        finding
-        for launch in script.launches
-        for finding in (
-            *option_findings(script.path, launch),
-            *_cut(script, launch),
-            *(_supposing(finding, launch) for finding in _flaws(script, launch)),
-        )
-    )
-
-
-def supposed(launch: LaunchLine) -> str:
-    """What a line is read with that only its environment can say otherwise: ``supposing NUM_GPUS=6``; or nothing."""
-    pairs = ", ".join(f"{name}={value}" for name, value in launch.assumed.items())
-    return f"supposing {pairs}" if pairs else ""
-
-
-def _supposing(finding: Finding, launch: LaunchLine) -> Finding:
-    told = supposed(launch)
-    return evolve(finding, what=f"{finding.what}, {told}") if told else finding
-
-
-def file_findings(path: str, data: Mapping[str, Any]) -> tuple[Finding, ...]:
-    """Return what contradicts in a config of accelerate that no line is known to start."""
-    launch = LaunchLine(launcher="accelerate", line=1, column=1, file=data)
-    starts = started(launch)
-    if _on_cpu(launch) or not starts.per_node or starts.visible is None or starts.per_node <= starts.visible:
-        return ()
-    each, gpus = starts.per_node, starts.visible
-    what = f"{each} processes are started on a node, and {starts.visible_by} shows them {_so_many(gpus)}"
-    fix = f"Write num_processes: {gpus * (starts.nodes or 1)}, or name {each} GPUs there."
-    return (rules.found("launch.gpus", f"{path}:$.gpu_ids", what, fix),)
-
-
-def _flaws(script: Script, launch: LaunchLine) -> Iterator[Finding]:
-    """What contradicts in the numbers of a line."""
-    where = f"{script.path}:{launch.line}:{launch.column}"
-    starts, given = started(launch), share(script.slurm, launch)
-    nodes, whole = starts.nodes, starts.processes
-    on_line = _COUNTS & launch.options.keys()
-    if launch.launcher == "accelerate" and on_line and nodes and whole and whole % nodes:
-        machines, processes = _as_written(launch, "num_machines", nodes), _as_written(launch, "num_processes", whole)
-        what = f"{processes} are all processes together, and {machines} does not divide them"
-        more = _as_written(launch, "num_processes", whole * nodes)
-        yield rules.found("launch.processes", where, what, f"Write {more}, or another multiple of {nodes}.")
-    yield from _more_than_gpus(launch, starts, given, where)
-    yield from _waits(script, launch, starts, given, where)
-    yield from _twice(launch, starts, given, where)
-    yield from machine_findings(script, launch, given)
-
-
-def _cut(script: Script, launch: LaunchLine) -> Iterator[Finding]:
-    if launch.cut is not None:
-        line, by = launch.cut
-        what = f"the command of {launch.launcher} ends here, by {by}: the line below is a command of its own"
-        how = "Put the comment above the command." if by == "a comment" else "End the line with the backslash."
-        yield rules.found("launch.cut", f"{script.path}:{line}:1", what, how)
-
-
-def _more_than_gpus(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
-    each, whole = starts.per_node, starts.processes
-    if _on_cpu(launch):
-        return
-    if each and starts.visible is not None and each > starts.visible:
-        what = f"{each} processes are started on a node, and {starts.visible_by} shows them {_so_many(starts.visible)}"
-        fix = f"Write {_fewer(launch, starts, starts.visible)}, or name {each} GPUs there."
-        yield rules.found("launch.gpus", where, what, fix)
-    elif each and given.gpus and each > given.gpus:
-        what = f"{each} processes are started on a node, and Slurm is asked for {_so_many(given.gpus)} on it"
-        fix = f"Write {_fewer(launch, starts, given.gpus)}, or {_more_gpus(given, each)}."
-        yield rules.found("launch.gpus", where, what, fix)
-    elif (
-        whole
-        and given.all_gpus
-        and whole > given.all_gpus
-        and (starts.nodes or 1) <= (given.nodes or starts.nodes or 1)
-    ):
-        what = f"{whole} processes are started, and Slurm is asked for {_so_many(given.all_gpus)}"
-        even = given.all_gpus // starts.nodes if starts.nodes else 0
-        fewer = _fewer(launch, starts, even) if even else f"{given.all_gpus} processes"
-        yield rules.found("launch.gpus", where, what, f"Write {fewer}, or {_more_gpus(given, whole)}.")
-
-
-def _so_many(gpus: int) -> str:
-    return f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
-
-
-def _as_written(launch: LaunchLine, name: str, number: int) -> str:
-    """A number under the name that the line, or its config, has for it."""
-    if name in launch.options:
-        return f"{launch.options[name].typed} {number}"
-    file = launch.config_file
-    return f"{name}: {number} in {file.path}" if file is not None and name in launch.file else f"--{name} {number}"
-
-
-def _fewer(launch: LaunchLine, starts: Started, each: int) -> str:
-    """What starts so many processes on a node."""
-    if launch.launcher == "torchrun":
-        return _as_written(launch, "nproc_per_node", each)
-    if launch.launcher == "deepspeed":
-        named = launch.options.get("include") or launch.options.get("i")
-        return f"{_so_many(each)} behind {named.typed}" if named else _as_written(launch, "num_gpus", each)
-    if launch.launcher == "llamafactory-cli":
-        return f"NPROC_PER_NODE={each}"
-    if launch.launcher == "mpirun":
-        return f"-np {each * (starts.nodes or 1)}"
-    if launch.launcher == "srun":
-        who, name, value = share(launch.slurm, launch).tasks_by
-        place = "" if name == "--ntasks-per-node" else f" in the place of {name}={value}"
-        return f"{who} --ntasks-per-node={each}{place}"
-    return _as_written(launch, "num_processes", each * (starts.nodes or 1))
-
-
-def _more_gpus(given: SlurmShare, count: int) -> str:
-    """What asks Slurm for so many: on a node, or, as ``--gpus`` does, together."""
-    who, name, value = given.gpus_by
-    if name == "--gpus-per-task":
-        count = -(-count // (given.per_node or 1))
-    elif name != "--gpus" and given.all_gpus and given.gpus and given.nodes and count > given.gpus * given.nodes:
-        count = -(-count // given.nodes)
-    one = re.fullmatch(r"(\D*(?:\w*:)*)\d+(\(.*\))?", value)
-    return f"{who} {name}={one[1]}{count}{one[2] or ''}" if one else f"{who} --gpus-per-node={count}"
-
-
-def _waits(script: Script, launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
-    nodes, asked = starts.nodes, _whole(script.slurm.get("--nodes", "")) or given.nodes
-    who, name, value = given.tasks_by
-    itself = launch.launcher == launch.by
-    if not nodes or nodes == 1 or not asked or (launch.by == "srun" and nodes == given.launchers and not itself):
-        return  # each launcher is a machine to the others, be it on one or not
-    if nodes > asked and launch.launcher == "srun":
-        what = f"srun asks for {nodes} machines, and Slurm is asked for {asked}"
-        yield rules.found("launch.nodes", where, what, f"Write srun --nodes={asked}, or #SBATCH --nodes={nodes}.")
-    elif nodes > asked:
-        option = {"torchrun": "nnodes", "deepspeed": "num_nodes"}.get(launch.launcher, "num_machines")
-        what = f"it waits for {nodes} machines, and Slurm is asked for {asked}"
-        fix = f"Write {_as_written(launch, option, asked)}, or #SBATCH --nodes={nodes}."
-        yield rules.found("launch.nodes", where, what, fix)
-    elif starts.reaches:
-        return
-    elif _too_many(launch, nodes, given):
-        option = {"torchrun": "nnodes"}.get(launch.launcher, "num_machines")
-        what = f"it waits for {nodes} machines, and srun starts launchers on {given.nodes}: the others find no place"
-        fix = f"Write {_as_written(launch, option, given.nodes or nodes)}, or #SBATCH --nodes={nodes}."
-        yield rules.found("launch.nodes", where, what, fix)
-    elif launch.by == "srun" and who == "#SBATCH" and given.launchers and given.launchers < nodes:
-        launchers = "one launcher" if given.launchers == 1 else f"{given.launchers} launchers"
-        what = f"it waits for {nodes} machines, and srun starts {launchers}"
-        fix = f"Write {who} --ntasks-per-node=1 in the place of {name}={value}."
-        yield rules.found("launch.nodes", where, what, fix)
-    elif not launch.by and not launch.kept and not script.spreads:
-        what = f"it waits for {nodes} machines, and without srun it is started on the first of them alone"
-        inside = ", with --machine_rank $SLURM_NODEID between the quotes" if launch.launcher == "accelerate" else ""
-        command = "srun --ntasks-per-node=1 bash -c '...' around it" if inside else "srun --ntasks-per-node=1 before it"
-        yield rules.found("launch.nodes", where, what, f"Write {command}{inside}.")
-
-
-def _too_many(launch: LaunchLine, nodes: int, given: SlurmShare) -> bool:
-    """Whether srun starts launchers on more machines than each of them waits for; not where it names its machines."""
-    chosen = {"-w", "--nodelist", "-x", "--exclude", "-r", "--relative"} & launch.step.keys()
-    return launch.by == "srun" and not chosen and (given.launchers or 0) > nodes and (given.nodes or 0) > nodes
-
-
-def _twice(launch: LaunchLine, starts: Started, given: SlurmShare, where: str) -> Iterator[Finding]:
-    each, tasks = starts.per_node, given.per_node
-    if not each or each == 1 or launch.launcher == launch.by:  # which starts the processes itself
-        return
-    ends = "the launcher starts the processes of its node."
-    if launch.by == "srun" and tasks and tasks > 1:
-        apart = starts.nodes in (1, given.launchers)  # each task is a machine to them, or trains by itself
-        if apart and given.gpus and tasks * each <= given.gpus:
-            return
-        who, name, value = given.tasks_by
-        place = "" if name == "--ntasks-per-node" else f" in the place of {name}={value}"
-        what = f"srun starts {tasks} launchers on a node, and each of them {each} processes"
-        yield rules.found("launch.twice", where, what, f"Write {who} --ntasks-per-node=1{place}: {ends}")
-    copies = _whole(next((launch.step[name] for name in ("np", "n", "c") if name in launch.step), ""))
-    if launch.by == "mpirun" and copies and starts.nodes and copies > starts.nodes:
-        if starts.nodes == 1 and {"H", "host", "hostfile", "machinefile", "f"} & launch.step.keys():
-            return  # on each host one that trains by itself
-        what = f"mpirun starts {copies} launchers, and each of them {each} processes"
-        one = "Remove mpirun" if starts.nodes == 1 else f"Write -np {starts.nodes} --map-by ppr:1:node"
-        yield rules.found("launch.twice", where, what, f"{one}: {ends}")

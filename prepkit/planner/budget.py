@@ -28,9 +28,9 @@ from prepkit.findings import Finding
 from prepkit.findings.text import in_bytes
 from prepkit.plan import Plan
 from prepkit.predict import predict
-from prepkit.predict.deepspeed.inputs import REDUCE_BUCKET, zero_of
 from prepkit.predict.inputs import stored_bytes
 from prepkit.predict.prediction import Prediction
+from prepkit.predict.zero import REDUCE_BUCKET, zero_of
 from prepkit.resolve.deepspeed.data import changed_keys, offloaded, offloads, restaged, with_key
 from prepkit.resolve.deepspeed.data import stage as stage_of
 from prepkit.resolve.engines import traits

@@ -15,7 +15,6 @@ from attrs import define, evolve
 from prepkit.config import Intent
 from prepkit.plan import Plan
 from prepkit.plan.layout import ParamLayout, itemsize
-from prepkit.predict.deepspeed.inputs import Zero, optimizer_of, zero_of
 from prepkit.predict.not_predicted import left_out, narrower
 from prepkit.predict.optimizers import OptimizerInputs
 from prepkit.predict.unit_contents import (
@@ -31,6 +30,7 @@ from prepkit.predict.unit_contents import (
     units_of,
     whole_of,
 )
+from prepkit.predict.zero import Zero, optimizer_of, zero_of
 from prepkit.steps import (
     AutocastForward,
     Axis,

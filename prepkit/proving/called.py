@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from math import isfinite
@@ -20,7 +20,7 @@ from prepkit.objects import names
 from prepkit.objects.local_part import local
 from prepkit.proving import draws, tree
 from prepkit.proving.collectives import AnswersInCall, own_count
-from prepkit.proving.hooks import ends_of, evaluating, in_place_of, line_of
+from prepkit.proving.hooks import evaluating, in_place_of, line_of
 from prepkit.proving.loss_graph import Factor, edges_outside, factor_of, made_of, operators_of
 from prepkit.proving.outputs import RETURNED, is_compared, returned
 from prepkit.proving.parts_of import numbers, parameters
@@ -134,6 +134,16 @@ class Called:
             apart=len(set(self.ends)) == 1,
             asked=self.asked.recorded(),
         )
+
+
+def ends_of(calls: Iterable[Called]) -> set[int]:
+    """Identities of the nodes at which outputs of these calls begin."""
+    return {id(end) for call in calls for end in call.ends}
+
+
+def leaves_of(calls: Iterable[Called]) -> set[int]:
+    """Identities of the outputs of these calls that are leaves."""
+    return {id(leaf) for call in calls for leaf in call.leaves.values()}
 
 
 @contextmanager

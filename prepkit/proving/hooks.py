@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import define, field, fields, has
@@ -21,9 +21,6 @@ from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
 from prepkit.proving.parts_of import Size, faded, numbers, others, parameters, same_size, sizes
 from prepkit.proving.record_file import Disturbed, HeldPart, Micro
-
-if TYPE_CHECKING:
-    from prepkit.proving.called import Called
 
 HOME = str(Path(__file__).parents[1])
 """The folder of prepkit's own frames."""
@@ -51,11 +48,6 @@ def held_parts(
             trained=name in trained,
             group=groups.get(name),
         )
-
-
-def ends_of(calls: Iterable[Called]) -> set[int]:
-    """Identities of the nodes at which outputs of these calls begin."""
-    return {id(end) for call in calls for end in call.ends}
 
 
 def with_gradients(root: nn.Module | None) -> tuple[str, ...]:
@@ -213,10 +205,10 @@ class Around:
         self.own |= dict.fromkeys(changed)
         self._began |= {name: now[name] for name in changed}
 
-    def backward(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called], *, first: bool) -> None:
-        """Before a backward; ``calls``: those of the model, at whose outputs it ends."""
+    def backward(self, root: nn.Module | None, loss: Tensor, ends: set[int], leaves: set[int], *, first: bool) -> None:
+        """Before a backward; ``ends`` and ``leaves``: where outputs of the calls begin, and outputs of no graph."""
         self._finds_left(root, first=first)
-        self._goes_over(root, loss, calls)
+        self._goes_over(root, loss, ends, leaves)
 
     def _finds_left(self, root: nn.Module | None, *, first: bool) -> None:
         """Notes what gradients there are before anything of the window goes backward."""
@@ -225,8 +217,7 @@ class Around:
             if by := faded(root, self._left, self.earlier):
                 self.faded, self._left = by, ()
 
-    def _goes_over(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> None:
-        ends, leaves = ends_of(calls), {id(leaf) for call in calls for leaf in call.leaves.values()}
+    def _goes_over(self, root: nn.Module | None, loss: Tensor, ends: set[int], leaves: set[int]) -> None:
         self.outside |= dict.fromkeys(_used(root, loss, ends, leaves))
         self._counts(loss, ends)
 
@@ -242,11 +233,11 @@ class Around:
         if any(param.requires_grad and id(param) not in wanted for _, param in parameters(root)):
             self.unproven = "backward was given inputs=, so that a loss trains some weights alone: none was replayed"
 
-    def again(self, root: nn.Module | None, loss: Tensor, calls: Collection[Called]) -> bool:
+    def again(self, root: nn.Module | None, loss: Tensor, ends: set[int], leaves: set[int]) -> bool:
         """Before a backward over no new call: whether it goes over outputs of earlier ones, whose gradients add up."""
-        if not made_of(loss, ends_of(calls)):
+        if not made_of(loss, ends):
             return False
-        self._goes_over(root, loss, calls)
+        self._goes_over(root, loss, ends, leaves)
         return True
 
     def past(self, root: nn.Module | None, loss: Tensor, ends: set[int], *, first: bool) -> None:

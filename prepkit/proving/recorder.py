@@ -23,15 +23,14 @@ from prepkit.objects import names
 from prepkit.objects.joint_optimizer import JointOptimizer
 from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
-from prepkit.observe.preparation.tensor_parallel import tensor_parallel
 from prepkit.observe.prepared.instead import around_calls, called_first
+from prepkit.observe.prepared.preparation.tensor_parallel import tensor_parallel
 from prepkit.proving import bare
-from prepkit.proving.called import Called, by_each, leaves_listened, micro_of, place_in
+from prepkit.proving.called import Called, by_each, ends_of, leaves_listened, leaves_of, micro_of, place_in
 from prepkit.proving.collectives import listened
 from prepkit.proving.hooks import (
     asked_for,
     begin_anew,
-    ends_of,
     evaluating,
     heard,
     held_parts,
@@ -350,16 +349,16 @@ class Recorder(Turns):
         several = tensors if isinstance(tensors, tuple | list) else (tensors,)
         tensor, open_calls = several[0], [call for call in self._calls if call.micro < 0]
         asked, still = bool(self.around.asked), self._stepping or self.done or self.around.going
-        ends = ends_of(self._calls)
+        ends, leaves = ends_of(self._calls), leaves_of(self._calls)
         seed = None if still else seed_of(tensor, gradient)
         trains = not still and (seed is not None or given_gradients(several, gradient, ends))
-        if trains and not open_calls and not self.around.again(self.root, tensor, self._calls) and not asked:
+        if trains and not open_calls and not self.around.again(self.root, tensor, ends, leaves) and not asked:
             self.around.past(self.root, tensor, set(), first=not self._micros)
         listens = leaves_listened(tensor, open_calls or self._calls if trains else (), self.around.adding)
         if not trains or not open_calls:  # as in checkpointing too, which goes backward inside a backward
             with listens:
                 return self.around.goes(plain, None if still else self.root, self.largest)
-        self.around.backward(self.root, tensor, self._calls, first=not (self._micros or asked))
+        self.around.backward(self.root, tensor, ends, leaves, first=not (self._micros or asked))
         made = micro_of(tensor, seed, ends, open_calls, self.around.spent())
         if not isfinite(made.loss):
             said = f"the loss of micro-batch {len(self._micros)} is {made.loss} on rank {world().rank}"

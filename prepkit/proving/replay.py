@@ -175,7 +175,7 @@ def replayed(window: Replay) -> ProofFacts:
     idle = [name for name in judged if name in window.used - window.reached and not had_gradient(records, name)]
     sent, rounds = sent_as(records)
     more = (*done.more, *rounds, *_left_out(window, outputs.aside, hooked, some_elements=bool(judged)))
-    steps, no_step = steps_of(window)
+    steps, no_step = steps_of(records, window.weight)
     after, later = tuple((name, ranks) for name, _, ranks in apart if ranks), changed_later(records)
     return ProofFacts(
         world=first.world,

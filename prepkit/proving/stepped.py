@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from prepkit.facts.proof import StepProof
 from prepkit.proving.parts_of import as_wide, numbers, replicas
 from prepkit.proving.record_file import HeldPart, Record
-
-if TYPE_CHECKING:
-    from prepkit.proving.replay import Replay
 
 OTHER_NAMES = {"FusedAdam": "AdamW", "DeepSpeedCPUAdam": "AdamW"}
 """Optimizers of DeepSpeed's to those of torch that do the same with the options that they are given."""
@@ -42,18 +39,18 @@ def _no_step(records: tuple[Record, ...]) -> str:
     return ""
 
 
-def steps_of(window: Replay) -> tuple[tuple[StepProof, ...], str]:
+def steps_of(records: tuple[Record, ...], weight: Callable[[str], Tensor]) -> tuple[tuple[StepProof, ...], str]:
     """Every trained parameter: the step that was taken, and the same class taken plainly over the recorded gradient.
 
-    And why nothing is compared, or not those of some optimizer.
+    And why nothing is compared, or not those of some optimizer. ``weight``: what a parameter was before, whole.
     """
-    if why := _no_step(window.records):
+    if why := _no_step(records):
         return (), why
     found: list[StepProof] = []
     said: dict[str, None] = {}
-    for one in window.records[0].head.params:
+    for one in records[0].head.params:
         try:
-            found += _steps(window, one) if one.trained else ()
+            found += _steps(records, weight, one) if one.trained else ()
         except CannotStep as why_not:
             said[str(why_not)] = None
     none = said and not any(one.held for one in found)  # nothing is known of any step
@@ -64,8 +61,8 @@ class CannotStep(RuntimeError):
     """A step is not taken again; the text says of which optimizer, and why."""
 
 
-def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
-    records, head = window.records, window.records[0].head
+def _steps(records: tuple[Record, ...], weight: Callable[[str], Tensor], one: HeldPart) -> Iterator[StepProof]:
+    head = records[0].head
     held = (
         (record.head.rank, part.group) for record in records for part in record.head.params if part.name == one.name
     )
@@ -78,7 +75,7 @@ def _steps(window: Replay, one: HeldPart) -> Iterator[StepProof]:
         if not any(one.name in record.head.elsewhere for record in records):
             yield StepProof(name=one.name, held=False)
     elif grads and after:
-        before = window.weight(one.name)
+        before = weight(one.name)
         options = json.loads(head.groups[group])
         exact, coarse = _updates(options, before, grads[0].values, dict(_state(records, one.name)))
         moved = numbers(after[0].values).double() - numbers(before).double()

@@ -1,14 +1,40 @@
-"""The tensors and values of a run that go into a checkpoint, under names that are the same for every engine."""
+"""The parts of a run that go into a checkpoint, and their tensors and values, named alike for every engine."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
 from attrs import field, frozen
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from prepkit.plan import Plan
+from prepkit.plan.attestation import Attestation
 
 MODEL, STATE = "model.", "optimizer.state."
 """How the names of a model's tensors and of an optimizer's state begin, as torch has them."""
+
+
+@frozen(kw_only=True, eq=False, repr=False)
+class RunParts:
+    """All of a run that a checkpoint is made of, or is read into, at one moment."""
+
+    model: Module
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    scaler: torch.amp.GradScaler | None = None
+    loaders: tuple[Any, ...] = ()
+    plan: Plan
+    attestation: Attestation | None = None
+    steps: int = 0
+    """Optimizer steps that were taken."""
+    epoch: int = 0
+    batches: tuple[tuple[int, int, int], ...] = ()
+    """What the loop knows of the micro-batches that its batches make; see ``facts.loop.Batches.seen``."""
+    set_epoch: Callable[[int], None]
+    """Called by a resume before the positions of the loaders are put back."""
 
 
 @frozen(kw_only=True)

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from attrs import define, field, frozen
+from attrs import define, field
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from prepkit.court import Court
 from prepkit.facts.saved_run import Said, SavedModule
-from prepkit.plan import Plan
-from prepkit.plan.attestation import Attestation
 from prepkit.ranks.peers import Peers, named
 from prepkit.saving import saved_facts
+from prepkit.saving.contents import RunParts
 
 if TYPE_CHECKING:
     from prepkit.saving.session import Checkpoints
-
-
-@frozen(kw_only=True, eq=False, repr=False)
-class RunParts:
-    """All of a run that a checkpoint is made of, or is read into, at one moment."""
-
-    model: Module
-    optimizer: Optimizer | None = None
-    scheduler: Any = None
-    scaler: torch.amp.GradScaler | None = None
-    loaders: tuple[Any, ...] = ()
-    plan: Plan
-    attestation: Attestation | None = None
-    steps: int = 0
-    """Optimizer steps that were taken."""
-    epoch: int = 0
-    batches: tuple[tuple[int, int, int], ...] = ()
-    """What the loop knows of the micro-batches that its batches make; see ``facts.loop.Batches.seen``."""
-    set_epoch: Callable[[int], None]
-    """Called by a resume before the positions of the loaders are put back."""
 
 
 @define(eq=False, repr=False)

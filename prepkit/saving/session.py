@@ -26,11 +26,10 @@ from prepkit.rules import by_id
 from prepkit.rules.rule import Moment, findings_of
 from prepkit.saving import contents, files, saved_facts, state, writing
 from prepkit.saving import folder as folders
-from prepkit.saving.contents import MODEL, Contents
+from prepkit.saving.contents import MODEL, Contents, RunParts
 from prepkit.saving.failures import CheckpointFailed, failed, on_every_rank, torch_failure
 from prepkit.saving.files import MANIFEST, METADATA, PLAN, SHARED, own_file, plain_bytes
 from prepkit.saving.planners import LoadPlanner
-from prepkit.saving.run import RunParts
 from prepkit.saving.writing import Snapshot, Writer
 
 

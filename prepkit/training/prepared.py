@@ -42,6 +42,7 @@ from prepkit.ranks.peers import Peers, named, names_lost_rank
 from prepkit.ranks.world import world
 from prepkit.rules.run.loop import RULES
 from prepkit.saving import run as saving
+from prepkit.saving.contents import RunParts
 from prepkit.training import owned_optimizers, token_loss
 from prepkit.training.drivers import driver
 from prepkit.training.evaluation import in_eval_mode, swaps_weights
@@ -315,9 +316,9 @@ class Prepared:
         self.loop.resumed(self.steps if resumed.steps is None else resumed.steps, resumed.batches)
         return True
 
-    def _parts(self) -> saving.RunParts:
+    def _parts(self) -> RunParts:
         """The parts of this run that a checkpoint is made of."""
-        return saving.RunParts(
+        return RunParts(
             model=self.model,
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -421,12 +422,12 @@ def _asking(ready: Prepared) -> Callable[[], None]:
     return ask
 
 
-def _parting(ready: Prepared) -> Callable[[], saving.RunParts]:
+def _parting(ready: Prepared) -> Callable[[], RunParts]:
     """Give the parts of a run as they are when they are asked for, without keeping the run alive."""
     weak = weakref.proxy(ready)
 
-    def parts() -> saving.RunParts:
-        found: saving.RunParts = weak._parts()
+    def parts() -> RunParts:
+        found: RunParts = weak._parts()
         return found
 
     return parts

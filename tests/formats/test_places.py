@@ -15,8 +15,8 @@ from ruamel.yaml import YAML
 
 from prepkit.cli.examined import examined
 from prepkit.cli.options import Cluster
+from prepkit.formats.importers.composed import DEEPEST, composed
 from prepkit.formats.importers.positions import _below, plain_json, positions
-from prepkit.formats.importers.source import DEEPEST, composed
 
 NOWHERE = Cluster()
 CONFIGS: tuple[tuple[str, dict[str, Any]], ...] = (

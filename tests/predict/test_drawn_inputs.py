@@ -16,7 +16,6 @@ from attrs import evolve
 from prepkit.config import DDP, FSDP1, FSDP2, DeepSpeed, Engine, Single, TensorParallel
 from prepkit.plan.layout import round_up
 from prepkit.predict import predict_inputs
-from prepkit.predict.deepspeed.inputs import Zero
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import (
     LIBRARIES,
@@ -27,6 +26,7 @@ from prepkit.predict.optimizers import (
     steps_on_device,
 )
 from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
+from prepkit.predict.zero import Zero
 from prepkit.steps import Axis, DDPCommHook, WrapDDP
 from tests.support.drawn_runs import Draws
 from tests.support.golden import assert_golden

@@ -10,12 +10,12 @@ from attrs import evolve
 from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, TensorParallel
 from prepkit.predict import notes, predict, predict_inputs
 from prepkit.predict.deepspeed.bytes import Run, overlaps
-from prepkit.predict.deepspeed.inputs import Zero
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import OptimizerInputs, StateBytes, steps_on_device
 from prepkit.predict.prediction import Label, Prediction, RankClass, Term, Traffic
 from prepkit.predict.replicated import optimizer_state
 from prepkit.predict.unit_contents import ParamKind, UnitContent, UnitInstance
+from prepkit.predict.zero import Zero
 from prepkit.steps import Axis, DDPCommHook, WrapDDP
 from prepkit.testing.tiny import tiny_facts
 from tests.support.plain_inputs import plain_inputs

@@ -28,8 +28,8 @@ from prepkit.config import (
 from prepkit.facts import BufferFact, ParamFact
 from prepkit.plan import Plan
 from prepkit.predict import predict
-from prepkit.predict.deepspeed.inputs import Zero
 from prepkit.predict.inputs import inputs_of
+from prepkit.predict.zero import Zero
 from prepkit.steps import MarkLeafModules
 from prepkit.testing import tiny_facts, tiny_model
 from prepkit.testing.tiny import LIBRARIES, with_batchnorm

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable, Iterator
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from prepkit.formats.importers.source import DEEPEST, composed
+from prepkit.formats.importers.composed import DEEPEST, composed
 
 LineColumn = tuple[int, int]
 """Line and column, from 1."""

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
 from attrs import evolve, field, fields, frozen, has
 from ruamel.yaml import YAML
-from ruamel.yaml.composer import Composer
-from ruamel.yaml.error import ReusedAnchorWarning, YAMLError
-from ruamel.yaml.events import CollectionStartEvent
+from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
@@ -28,19 +24,15 @@ from prepkit.config import Config, Origin
 from prepkit.config.optimizer import OptimizerSpec
 from prepkit.facts import Env
 from prepkit.findings import Finding, PlanRejected
+from prepkit.formats.importers.composed import VALUES, TooManyValues, composed
+from prepkit.formats.importers.positions import twice_in
 from prepkit.rules import found
 
 LARGEST = 2**20
 """Bytes of the largest config: a reader in Python takes seconds for each million."""
 
-VALUES = 20_000
-"""Values of the largest config in YAML, with every alias written out."""
-
 MOST = 100
 """Findings of one file: a hostile one has no say over how many there are."""
-
-DEEPEST = 100
-"""Collections inside each other."""
 
 DOTS = 500
 """Dots in one line of TOML: a key of thousands of parts takes the reader a time that grows with their square."""
@@ -141,8 +133,6 @@ def _json(text: str, where: str) -> object:
 
 def _with_lines(finding: Finding, text: str) -> Finding:
     """A finding about a key of JSON that is there twice, with the lines of both, as of YAML."""
-    from prepkit.formats.importers.positions import twice_in
-
     if finding.rule != "codec.duplicate-key" or (both := twice_in(text, finding.where.partition(":$")[2])) is None:
         return finding
     name, first, second = both
@@ -181,54 +171,6 @@ def _yaml(text: str, where: str) -> object:
         _refuse("damaged", where, f"a value cannot be read: {error}", _MEND)
     except RecursionError:
         _refuse_depth(where)
-
-
-def composed(text: str) -> Node | None:
-    """The nodes of a YAML text; None where it holds comments only. An anchor may be given anew, as YAML 1.2 has it.
-
-    Raises ``RecursionError`` above ``DEEPEST``, before ruamel.yaml spends time that grows with the square of the depth,
-    and a ``ValueError`` above ``VALUES``, before it spends seconds.
-    """
-    node = _composed(text)
-    if isinstance(node, Exception):
-        raise node.with_traceback(None)
-    return node
-
-
-@lru_cache(maxsize=4)
-def _composed(text: str) -> Node | Exception | None:
-    """Kept, also what it fails with, as a file is composed for its values and for its places: that is what it takes."""
-    reader = YAML(typ="safe", pure=True)
-    reader.Composer = _Composer
-    try:
-        with warnings.catch_warnings(action="ignore", category=ReusedAnchorWarning):
-            node: Node | None = reader.compose(text)
-    except (YAMLError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        return error
-    return node
-
-
-class TooManyValues(ValueError):
-    """More values than any config has."""
-
-
-class _Composer(Composer):
-    inside = 0
-    """Collections that the next node is in."""
-    nodes = 0
-    """Keys and values that were made."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.nodes += 1
-        if self.nodes > 2 * VALUES:
-            raise TooManyValues(f"it has more than {VALUES:,} values")
-        collection = self.parser.check_event(CollectionStartEvent)
-        self.inside += collection
-        if self.inside > DEEPEST:
-            raise RecursionError(f"more than {DEEPEST} collections inside each other")
-        node = super().compose_node(parent, index)
-        self.inside -= collection
-        return node
 
 
 def _told(flaws: tuple[Finding, ...], where: str) -> tuple[Finding, ...]:

@@ -25,7 +25,6 @@ from prepkit.objects.names import Site, first_names, parameters_at, sites
 from prepkit.observe.env import observe_env
 from prepkit.observe.given import said
 from prepkit.observe.model import model_facts
-from prepkit.observe.preparation import preparation
 from prepkit.observe.prepared import averaging, fabric, modules
 from prepkit.observe.prepared.gradients import as_they_came, gradients
 from prepkit.observe.prepared.loaders import language_config, prepared_loader
@@ -37,6 +36,7 @@ from prepkit.observe.prepared.optimizers import (
     prepared_optimizer,
     prepared_scheduler,
 )
+from prepkit.observe.prepared.preparation import preparation
 from prepkit.observe.prepared.ranks import compared
 from prepkit.ranks.launcher import from_launcher
 from prepkit.ranks.world import world

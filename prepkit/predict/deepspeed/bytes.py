@@ -19,10 +19,10 @@ from attrs import frozen
 
 from prepkit.plan.layout import chunk_rows, round_up
 from prepkit.predict import replicated
-from prepkit.predict.deepspeed.inputs import Zero
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.optimizers import StateBytes, state_formula, steps_on_device
 from prepkit.predict.prediction import Category, Label, Lifetime, Place, RankClass, Term
+from prepkit.predict.zero import Zero
 
 # --- terms of every stage --------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from prepkit.predict.deepspeed.bytes import (
     part,
     parts,
 )
-from prepkit.predict.deepspeed.inputs import Zero
 from prepkit.predict.inputs import Inputs
 from prepkit.predict.prediction import Collective, Label, Prediction, Traffic
+from prepkit.predict.zero import Zero
 
 
 def predict_zero(inputs: Inputs) -> Prediction:

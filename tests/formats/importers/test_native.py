@@ -30,8 +30,9 @@ from prepkit.config import (
 )
 from prepkit.findings import Finding, PlanRejected
 from prepkit.formats.importers import IMPORTERS, import_config
+from prepkit.formats.importers.composed import DEEPEST, composed
 from prepkit.formats.importers.native import read_config
-from prepkit.formats.importers.source import DEEPEST, READERS, composed, read
+from prepkit.formats.importers.source import READERS, read
 from prepkit.formats.places import place_of
 from prepkit.resolve.engines import ENGINES
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from prepkit.facts.preparation import TensorParallelModule
 from prepkit.objects.activation_placements import PLACEMENTS
 from prepkit.objects.names import Site
-from prepkit.observe.preparation.blocks import inside
+from prepkit.observe.prepared.preparation.blocks import inside
 
 STYLES = {
     "ColwiseParallel._prepare_input_fn": "colwise",

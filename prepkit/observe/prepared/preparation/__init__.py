@@ -32,9 +32,9 @@ from prepkit.objects.fsdp2_units import is_unit
 from prepkit.objects.local_part import local
 from prepkit.objects.names import Site, canonical
 from prepkit.observe.model import dtype_name
-from prepkit.observe.preparation.blocks import autocast, compiled, recomputed
-from prepkit.observe.preparation.tensor_parallel import tensor_parallel, tensor_ranks
 from prepkit.observe.prepared.optimizers import engines, inner, optimizer_of
+from prepkit.observe.prepared.preparation.blocks import autocast, compiled, recomputed
+from prepkit.observe.prepared.preparation.tensor_parallel import tensor_parallel, tensor_ranks
 from prepkit.ranks.world import ranks_of
 
 FLOAT8 = {"Float8Linear": "float8 layers of torchao", "FP8LinearLayer": "float8 layers"}
