@@ -42,7 +42,8 @@ WAITS_S = 10.0
 """Time that the rest of a first training may take, where another is to be looked at behind it."""
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
-    *("loss-divided", "clipped-late", "gathered-apart", "unwaited", "loss-kept", "average-follows"),
+    *("loss-divided", "clipped-late", "clipped-between", "gathered-apart", "unwaited", "loss-kept"),
+    "average-follows",
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
     *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
     *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike"),

@@ -37,17 +37,22 @@ COUNT = "num_items_in_batch"
 
 
 def undivided_loss() -> tuple[str, str, int]:
-    """A ``compute_loss`` or ``forward`` that leaves its count alone, its line, and by what its losses are too large.
+    """What makes a loss and leaves its count alone, its line, and by what its losses are too large.
 
-    A Trainer whose model takes the count divides nothing by micro-batches, and multiplies by the ranks what its own
-    ``compute_loss`` gives. Empty: the program's code counts, or there is none.
+    A ``compute_loss``, a ``forward`` or a ``compute_loss_func``. A Trainer whose model takes the count, or that has
+    such a function, divides nothing by micro-batches, and multiplies by the ranks what its own ``compute_loss`` gives.
+    Empty: the program's code counts, or there is none.
     """
     trainer = _trainer()
-    counts = getattr(trainer, "model_accepts_loss_kwargs", False) and trainer.compute_loss_func is None
+    given = getattr(trainer, "compute_loss_func", None)
+    counts = given is not None or getattr(trainer, "model_accepts_loss_kwargs", False)
     divides = getattr(trainer, "loss_is_scaled_for_ga", None) is False
     if not counts or divides or not any(one.f_locals.get(COUNT) is not None for one in frames_above(__file__)):
         return "", "", 0
-    micros, asks_model = trainer.args.gradient_accumulation_steps, True
+    micros, asks_model = trainer.args.gradient_accumulation_steps, given is None
+    for file, node in _bodies(given) if micros > 1 else ():
+        if not _counts(node):
+            return node.name, f"{file.rpartition('/')[2]}:{node.lineno}", micros
     for file, node in _bodies(type(trainer).compute_loss):
         asks_model = "super" in _names(node)
         if not asks_model and micros > 1 and not _counts(node):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.facts.shares import ShareFacts
+from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import (
     called_by_program,
     frames_above,
@@ -88,12 +90,40 @@ class _Begun:
 
 
 @define(eq=False)
+class _Cut:
+    """A clip that has made gradients smaller."""
+
+    line: str
+    param: weakref.ref[Tensor]
+    """One of what was clipped."""
+    left: Tensor
+    """Some numbers of its gradient behind the clip."""
+    grows: bool = False
+    """Whether something goes backward while that gradient is still there."""
+
+    def goes_backward(self) -> None:
+        one = self.param()
+        self.grows = one is not None and one.grad is not None and torch.equal(_some(one), self.left)
+
+
+def _some(param: Tensor) -> Tensor:
+    """The first numbers of this rank's part of a gradient."""
+    grad = param.grad
+    if grad is None or grad.layout is not torch.strided:
+        return torch.empty(0)
+    return local(grad).detach().reshape(-1)[:SAMPLE].clone()
+
+
+@define(eq=False)
 class SharedWork:
     """Listens inside ``on()``."""
 
     _twice: tuple[str, str, int] = ("", "", 0)
     _clipped: bool = True
     """Whether something was clipped since the last backward, or there was none."""
+    _cut: _Cut | None = None
+    """The last clip since a step."""
+    _between: dict[str, None] = field(factory=dict)
     _hooked: bool = False
     """Whether graphs may keep something else than what they were given, as checkpoints do, which compute anew."""
     _gathers: list[_Gathered] = field(factory=list)
@@ -115,9 +145,6 @@ class SharedWork:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
-            for home in (torch.nn.utils.clip_grad, torch.nn.utils):
-                for name in CLIPS[:2]:
-                    stack.enter_context(around_calls(home, name, self._clips))
             for name in GATHERS:
                 stack.enter_context(around_calls(distributed_c10d, name, self._gathered, also=dist))
             stack.enter_context(around_calls(torch.nn.functional, "cross_entropy", self._compares))
@@ -136,6 +163,7 @@ class SharedWork:
         return ShareFacts(
             twice=self._twice,
             clipped_late=("", "") if self._clipped else _clips_behind(frames),
+            clipped_between=tuple(self._between),
             gathered=tuple(self._apart),
             misplaced=tuple(self._misplaced),
             unwaited=tuple(self._unwaited()),
@@ -153,16 +181,30 @@ class SharedWork:
 
     def _begins(self, optimizer: Any, *_: Any) -> None:
         self._turns[optimizer] = self._turns.get(optimizer, 0) + 1
+        self._cut = None
         held = [param for group in optimizer.param_groups for param in group["params"]] if self._begun else []
         self._grads = frozenset(_begins(param.grad) for param in held if param.grad is not None)
 
-    def _clips(self, plain: Any, *given: Any, **named: Any) -> Any:
+    def clips(self, params: Iterable[Tensor], plain: Callable[[], Any]) -> Any:
+        """Hears of gradients that ``plain`` clips."""
+        first = next((one for one in islice(params, MOST_PARTS) if bool(_some(one).any())), None)
+        before = None if first is None else _some(first)
+        result = plain()
+        line, last = line_of_program(frames_above(__file__)), self._cut
+        if first is None or before is None:
+            return result
+        if last is not None and last.line == line and last.param() is first and last.grows:
+            self._between |= {} if torch.equal(last.left, before) else {line: None}
+        left = _some(first)
+        self._cut = None if torch.equal(before, left) else _Cut(line, weakref.ref(first), left)
         self._clipped = True
-        return plain(*given, **named)
+        return result
 
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1:
             self._clipped, self._begun = False, []
+            if self._cut is not None:
+                self._cut.goes_backward()
             loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
             if isinstance(loss, Tensor) and loss.grad_fn is not None:
                 frames = list(frames_above(__file__))

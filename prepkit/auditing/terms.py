@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from operator import or_
@@ -20,7 +21,8 @@ from prepkit.auditing.leftovers import dropped, half_mixed
 from prepkit.auditing.losses import SHAPES
 from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
-from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
+from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, FlatWay, HalfMixed, OddDivergence, TermFacts
+from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.ranks.world import world
@@ -78,6 +80,8 @@ class Terms:
     undone: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
     dropped: dict[Dropped, None] = field(factory=dict)
     half_mixed: dict[HalfMixed, None] = field(factory=dict)
+    _flat: dict[tuple[str, str], list[weakref.ref[Tensor]]] = field(factory=dict)
+    """Lines that go backward, and steps that have no slope, with the weights to which no other way leads."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -89,9 +93,10 @@ class Terms:
                 stack.enter_context(around_calls(home, name, self._hooks))
             yield
 
-    def facts(self) -> TermFacts:
-        """What was heard so far."""
+    def facts(self, first: Mapping[int, str]) -> TermFacts:
+        """What was heard so far; ``first``: names of parameters by their ``id``."""
         return TermFacts(
+            flat=tuple(self._resting(first)),
             targets=tuple(self.targets),
             cancelled=tuple(self.cancelled),
             constants=tuple(self.constants),
@@ -101,6 +106,13 @@ class Terms:
             dropped=tuple(self.dropped),
             half_mixed=tuple(self.half_mixed),
         )
+
+    def _resting(self, first: Mapping[int, str]) -> Iterator[FlatWay]:
+        """Yield the steps behind which weights have gradients of nothing but zeros."""
+        for (line, step), refs in self._flat.items():
+            held = [one for ref in refs if (one := ref()) is not None and id(one) in first]
+            if held and not any(one.grad is not None and bool(local(one.grad).to_dense().any()) for one in held):
+                yield FlatWay(line=line, step=step, weights=tuple(first[id(one)] for one in held))
 
     def _hooks(self, plain: Any, *given: Any, **named: Any) -> Any:
         own = any(getattr(getattr(one, "func", None), "__module__", "").startswith("prepkit.") for one in given[1:])
@@ -136,6 +148,8 @@ class Terms:
         if not self._hooked:
             shapes = (_shape(one) for one in every if name_of(one) in ("Min", "Max") and _takes_masked(one))
             self.masked |= {(line, shape): None for shape in shapes}
+        for leaf, step in flat(loss.grad_fn) if any(name_of(one) in FLAT for one in every) else ():
+            self._flat.setdefault((line, step), []).append(weakref.ref(leaf))
         self.undone |= {(line, _shape(one)): None for one in every if name_of(one) == "Add" and _takes_off(one)}
         spread = world().size > 1
         if not (self._hooked or spread or any(isinstance(one, BackwardCFunction) for one in every)):
@@ -161,6 +175,8 @@ LINEAR = frozenset(
     {"Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Stack", "Cat", "ToCopy", "Select", "Slice", "Index", "Split", *SHAPES}
 )
 """What adds up, or picks, what it is given."""
+FLAT = frozenset({"Round", "Floor", "Ceil", "Trunc", "Sign", "Sgn"})
+"""What has a graph, and a slope of zero wherever it has one."""
 BOTH = 1 | 2
 
 
@@ -188,6 +204,22 @@ def graph(node: Any) -> list[Any]:
         if len(found) > MOST_NODES:
             return []
     return [*found]
+
+
+def flat(node: Any) -> Iterator[tuple[Tensor, str]]:
+    """Yield the weights that a loss comes to by way of steps alone, whose slope is zero, each with a step's name."""
+    live, waiting, steps = {node: None}, [node], dict[Any, None]()
+    while waiting:
+        new = [one for one in taken_from(waiting.pop()) if one not in live]
+        steps |= {one: None for one in new if name_of(one) in FLAT}
+        new = [one for one in new if name_of(one) not in FLAT]
+        live |= dict.fromkeys(new)
+        waiting += new
+    told: dict[Any, None] = {}
+    for step in steps:
+        leaves = [one for one in graph(step) if hasattr(one, "variable") and one not in live and one not in told]
+        told |= dict.fromkeys(leaves)
+        yield from ((one.variable, name_of(step).lower()) for one in leaves)
 
 
 def compares(loss: Any, one: Any, other: Any) -> bool:

@@ -219,6 +219,7 @@ class Window:
             forgetful=tuple(self.recomputed.forgetful),
             renormalised=tuple(self.recomputed.renormalised),
             forwards=tuple(self.forwards.facts(sizes_of(alive), first.keys(), self.losses.compared)),
+            terms=self.terms.facts(first),
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0) or self._at_the_top(scheduler),
             backwards=self.backwards,
@@ -254,7 +255,6 @@ class Window:
 
     def _rooms(self, alive: list[Any], model: nn.Module | None, scheduler: Any, optimizer: Any) -> dict[str, Any]:
         return {
-            "terms": self.terms.facts(),
             "libraries": self.libraries.facts(alive, self.called()),
             "turns": self.turns.facts(scheduler, optimizer),
             "beginnings": self.beginnings.facts(model),
@@ -344,7 +344,7 @@ class Window:
             self.libraries.clips(params)
         if name == "clip_grad_norm_" and float(rest[0] if rest else named["max_norm"]) < float("inf"):
             self._by_norm |= held
-        return plain((one for one in params) if streamed else params, *rest, **named)  # torch warns of an empty one
+        return self.shares.clips(params, partial(plain, (p for p in params) if streamed else params, *rest, **named))
 
     def entered(self) -> list[nn.Module]:
         """Modules that were called from outside of any other."""

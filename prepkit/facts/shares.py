@@ -13,6 +13,8 @@ class ShareFacts:
     """The line that hands a loss to a library, the library, and the number by which both have divided it."""
     clipped_late: tuple[str, str] = ("", "")
     """The line that clips behind the step, with nothing that steps behind it, and the line of the step."""
+    clipped_between: tuple[str, ...] = ()
+    """Lines that have clipped gradients again which had grown since they were clipped."""
     gathered: tuple[tuple[str, int], ...] = ()
     """Lines that have gathered outputs over ranks, whose own part went into the loss without its graph, and of how
     many ranks."""

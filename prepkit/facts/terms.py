@@ -67,6 +67,17 @@ class HalfMixed:
 
 
 @frozen(kw_only=True)
+class FlatWay:
+    """Weights to which a loss comes by way of a step alone, that has no slope."""
+
+    line: str
+    """Where it goes backward."""
+    step: str
+    """As ``round``."""
+    weights: tuple[str, ...]
+
+
+@frozen(kw_only=True)
 class TermFacts:
     """What the terms of a loss are, and what they train."""
 
@@ -81,3 +92,4 @@ class TermFacts:
     """Lines that go backward whose loss has a sum ``x + (y - x)``, and its shape."""
     dropped: tuple[Dropped, ...] = ()
     half_mixed: tuple[HalfMixed, ...] = ()
+    flat: tuple[FlatWay, ...] = ()

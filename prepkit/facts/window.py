@@ -18,9 +18,10 @@ from prepkit.facts.values import BeginningFacts, Following, ValueFacts
 
 Groups = tuple[tuple[tuple[str, ...], tuple[tuple[str, str], ...]], ...]
 """Groups of optimizers: the names of the parameters of each, and its options but for rates, with their values."""
-OddSample = Literal["", "shifted", "unmasked", "learned", "both", "counted"]
+OddSample = Literal["", "shifted", "unmasked", "learned", "both", "counted", "endless"]
 """What is wrong in a sample of a causal language model: labels that are shifted already; without a mask, pads before
-the text, pads behind it that count as labels, and pads before it that count; masked pads that count as labels."""
+the text, pads behind it that count as labels, and pads before it that count; masked pads that count as labels; an
+end of the text that counts as none."""
 
 
 @frozen(kw_only=True)

@@ -242,6 +242,36 @@ def one_micro_batch(rank: int, world: int) -> None:
     smoothed(by_count=False, micros=1)
 
 
+def summed_up(*, by_count: bool, micros: int = 2) -> None:
+    """A function of the program's own makes the loss."""
+    from transformers import Trainer, TrainingArguments
+
+    def mean(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return fn.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def divided(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return fn.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    text = [{"input_ids": list(range(at, at + 8)), "labels": list(range(at, at + 8))} for at in range(16)]
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True}
+    given = TrainingArguments("out", gradient_accumulation_steps=micros, **quiet)
+    made = divided if by_count else mean
+    Trainer(model=llama(), args=given, train_dataset=text, compute_loss_func=made).train()
+
+
+def a_function_gives_means(rank: int, world: int) -> None:
+    summed_up(by_count=False)
+
+
+def a_function_divides_by_the_count(rank: int, world: int) -> None:
+    summed_up(by_count=True)
+
+
+def a_function_gives_the_mean_of_one(rank: int, world: int) -> None:
+    summed_up(by_count=False, micros=1)
+
+
 # --- pictures ---
 
 
@@ -288,6 +318,7 @@ WRONG_ASKED: tuple[Loop, ...] = (
     Loop(called_past_autocast, "accelerate", rule="run.autocast-unused"),
     Loop(weights_left_out, "transformers", rule="run.column-dropped"),
     Loop(nobody_divides, "transformers", rule="run.trainer-undivided"),
+    Loop(a_function_gives_means, "transformers", rule="run.trainer-undivided"),
     Loop(the_model_divides_nothing, "transformers", rule="run.trainer-undivided"),
     Loop(the_model_divides_nothing_for_a_trainer_of_its_own, "transformers", rule="run.trainer-undivided"),
     Loop(pixels_as_they_are, rule="run.pixels-raw"),
@@ -297,6 +328,7 @@ RIGHT_ASKED: tuple[Loop, ...] = (
     Loop(clipped_one_model_before_its_turn),
     *(Loop(run, "transformers") for run in (divided_by_the_count, one_micro_batch)),
     *(Loop(run, "transformers") for run in (the_model_divides, the_model_divides_nothing_of_one_micro_batch)),
+    *(Loop(run, "transformers") for run in (a_function_divides_by_the_count, a_function_gives_the_mean_of_one)),
     *(Loop(run, "transformers") for run in (weights_kept, weights_made_by_the_collator)),
     *(Loop(run) for run in (pixels_scaled, pixels_scaled_inside, pixels_under_a_norm)),
     *(Loop(run, "accelerate") for run in (called_under_autocast, called_as_prepared, called_in_full_precision)),

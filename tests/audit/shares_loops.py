@@ -93,7 +93,68 @@ def clipped_before_the_step(rank: int, world: int) -> None:
         optimizer.zero_grad()
 
 
+def clipped_at_each_micro_batch(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared(gradient_accumulation_steps=MICRO)
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y))
+            ours.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipped_where_it_steps(rank: int, world: int) -> None:
+    ours, model, optimizer, loader = prepared(gradient_accumulation_steps=MICRO)
+    for x, y in loader:
+        with ours.accumulate(model):
+            ours.backward(fn.cross_entropy(model(x), y))
+            if ours.sync_gradients:
+                ours.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 # --- torch ---
+
+
+def torch_clips_at_each_micro_batch(rank: int, world: int) -> None:
+    model = net()
+    optimizer = adam(model)
+    for at, (x, y) in enumerate(divided(rank, world)):
+        (fn.cross_entropy(model(x), y) / MICRO).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if at % MICRO:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def each_sample_is_clipped_by_itself(rank: int, world: int) -> None:
+    """As for private training: what is clipped is added up elsewhere."""
+    model = net()
+    optimizer = adam(model)
+    for x, y in divided(rank, world):
+        total = [torch.zeros_like(one) for one in model.parameters()]
+        for row, label in zip(x[:2], y[:2], strict=True):
+            optimizer.zero_grad()
+            fn.cross_entropy(model(row[None]), label[None]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            torch._foreach_add_(total, [one.grad for one in model.parameters()])
+        for one, grad in zip(model.parameters(), total, strict=True):
+            one.grad = grad / 2
+        optimizer.step()
+
+
+def the_other_goes_backward_behind_the_clip(rank: int, world: int) -> None:
+    maker, judge = net(), net()
+    first, second = adam(maker), adam(judge)
+    for x, y in divided(rank, world):
+        for model in (judge, maker):
+            fn.cross_entropy(model(x), y).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
 
 
 def torch_clips_behind_the_step(rank: int, world: int) -> None:
@@ -253,6 +314,8 @@ WRONG_SHARES: tuple[Loop, ...] = (
     Loop(a_sum_divided_by_accelerate_s_own_count, "accelerate", rule="run.loss-divided"),
     Loop(clipped_behind_the_step, "accelerate", rule="run.clipped-late"),
     Loop(torch_clips_behind_the_step, rule="run.clipped-late"),
+    Loop(clipped_at_each_micro_batch, "accelerate", rule="run.clipped-between"),
+    Loop(torch_clips_at_each_micro_batch, rule="run.clipped-between"),
     Loop(own_part_without_graph, ranks=2, rule="run.gathered-apart"),
     Loop(pairs_of_the_first_rank, ranks=2, rule="run.pairs-misplaced"),
     Loop(pairs_of_the_first_rank_for_torch, ranks=2, rule="run.pairs-misplaced"),
@@ -261,6 +324,8 @@ WRONG_SHARES: tuple[Loop, ...] = (
 RIGHT_SHARES: tuple[Loop, ...] = (
     *(Loop(run, "accelerate") for run in (accumulates, mean_of_two_losses, divides_by_itself, clipped_before_the_step)),
     *(Loop(run) for run in (norm_is_read_behind_the_step, clips_the_second_in_its_turn)),
+    *(Loop(run) for run in (each_sample_is_clipped_by_itself, the_other_goes_backward_behind_the_clip)),
+    Loop(clipped_where_it_steps, "accelerate"),
     *(Loop(run, ranks=2) for run in (own_part_put_back, own_part_first, gathered_by_a_function, gathered_by_torch)),
     *(Loop(run, ranks=2) for run in (gathered_for_a_metric, waits_for_each)),
 )

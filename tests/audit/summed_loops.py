@@ -148,7 +148,7 @@ def entropy_of_a_teacher(rank: int, world: int) -> None:
     optimizer.step()
 
 
-def straight_through(rank: int, world: int) -> None:
+def index_straight_through(rank: int, world: int) -> None:
     model, optimizer, x = begun()
     error = fn.mse_loss(model(x)[0], x)
     loss = torch.zeros(()) + error - error.detach()
@@ -401,7 +401,7 @@ RIGHT_SUMS: tuple[Loop, ...] = tuple(
     Loop(run)
     for run in (
         *(penalty_that_trains, running_scale, running_offset, baseline_subtracted, weight_without_a_gradient),
-        *(entropy_of_a_teacher, straight_through, numbers_for_a_log, multiplier_of_a_constraint),
+        *(entropy_of_a_teacher, index_straight_through, numbers_for_a_log, multiplier_of_a_constraint),
         *(flows, value_unused, mixed_with_both, lightning_density),
         *(bound_made_a_loss, bound_with_its_own_sign, estimated_from_samples, annealed, penalty_of_a_policy),
     )

@@ -421,6 +421,23 @@ def straight_through(model: nn.Module, x: Tensor) -> Tensor:
     return through(code[2:], code[:2].tanh(), lambda code, nearest: code + (nearest - code).detach())
 
 
+def rounded_on_the_way(model: nn.Module, x: Tensor) -> Tensor:
+    said = (8 * model(x).clamp(-1, 1)).round() / 8
+    return (said - x[:, : said.shape[1]]).square().mean()
+
+
+def rounded_straight_through(model: nn.Module, x: Tensor) -> Tensor:
+    said = 8 * model(x).clamp(-1, 1)
+    said = (said + (said.round() - said).detach()) / 8
+    return (said - x[:, : said.shape[1]]).square().mean()
+
+
+def rounded_beside(model: nn.Module, x: Tensor) -> Tensor:
+    """A part of what is rounded is looked at as it is too."""
+    said = model(x)
+    return (said.round() - x[:, : said.shape[1]]).square().mean() + (said - said.round().detach()).square().mean()
+
+
 def part_of_the_way(model: nn.Module, x: Tensor) -> Tensor:
     code = model(x)
     return through(code[2:], code[:2].tanh(), lambda code, nearest: code + 0.5 * (nearest - code))
@@ -452,6 +469,7 @@ WRONG_TERMS: tuple[Loop, ...] = tuple(
         ("run.straight-through", quantized),
         ("run.straight-through", quantized_the_other_way),
         ("run.straight-through", quantized_remainder),
+        ("run.slope-zero", rounded_on_the_way),
         ("run.masked-chosen", nearest_of_products),
         ("run.masked-chosen", nearest_of_filled),
     )
@@ -464,7 +482,14 @@ RIGHT_TERMS: tuple[Loop, ...] = RIGHT_POLICIES + tuple(
         *(compared_with_others, masked_by_a_large_number, compared_with_the_other_view, as_many_classes_as_samples),
         *(resting_target, two_views_alike, two_views_in_other_units, residual_of_data, two_steps_as_one),
         *(code_of_a_code, equation, inner_step, slopes_of_each, nearest_of_others, nearest_past_a_large_number),
-        *(straight_through, part_of_the_way, scaled_about_a_mean, density_of_a_flow),
+        *(
+            rounded_straight_through,
+            rounded_beside,
+            straight_through,
+            part_of_the_way,
+            scaled_about_a_mean,
+            density_of_a_flow,
+        ),
         *(ratio_to_what_was, preferred, satisfied, weighed_by_nothing, from_a_prior, both_ways, hooked),
     )
 )

@@ -33,6 +33,10 @@ def all_heard(rank: int, world: int, names: list[str], folder: str = ".") -> Hea
     return found
 
 
+def test_no_two_loops_have_one_name() -> None:
+    assert len({loop.id for loop in LOOPS}) == len(LOOPS)
+
+
 @pytest.fixture(scope="module")
 def pair(gang2: Gang) -> list[Heard]:
     """What both ranks hear of each loop of two ranks."""

@@ -38,7 +38,7 @@ from prepkit.facts.run import (
     WrappedModule,
 )
 from prepkit.facts.shares import ShareFacts
-from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, HalfMixed, OddDivergence, TermFacts
+from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, FlatWay, HalfMixed, OddDivergence, TermFacts
 from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, RepeatedDraws, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
@@ -340,6 +340,12 @@ BROKEN: dict[str, RunFacts] = {
         FINE, window=WindowFacts(terms=TermFacts(targets=("train.py:31",)), advantages=("train.py:40",))
     ),
     "run.drawn-without-graph": evolve(FINE, window=WindowFacts(cut_draws=(("net.py:16", "Normal"),))),
+    "run.slope-zero": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(flat=(FlatWay(line="train.py:31", step="round", weights=("0.weight", "0.bias")),))
+        ),
+    ),
     "run.masked-chosen": evolve(FINE, window=WindowFacts(terms=TermFacts(masked=(("train.py:31", (32,)),)))),
     "run.straight-through": evolve(FINE, window=WindowFacts(terms=TermFacts(undone=(("train.py:31", (8, 4)),)))),
     "run.term-cancels": evolve(
@@ -465,6 +471,7 @@ BROKEN: dict[str, RunFacts] = {
         window=WindowFacts(trainer="the Trainer", steps=24, ticks=3),
     ),
     "run.loss-divided": shared(twice=("train.py:31", "accelerate", 4)),
+    "run.clipped-between": shared(clipped_between=("train.py:33",)),
     "run.clipped-late": shared(clipped_late=("train.py:32", "train.py:31")),
     "run.gathered-apart": shared(gathered=(("train.py:18", 2),)),
     "run.pairs-misplaced": shared(misplaced=(("train.py:40", 0, 32),)),

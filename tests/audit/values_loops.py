@@ -30,13 +30,13 @@ def changed(name: str, shape: tuple[int, ...], change: Change, *, before: Change
     return Loop(run)
 
 
-def compiled(rank: int, world: int) -> None:
+def shapes_of_what_is_compiled(rank: int, world: int) -> None:
     model = nn.Linear(6, 4)
     step = torch.compile(lambda x: model(x.transpose(1, 2).reshape(4, 5, 6)).square().mean(), backend="eager")
     taken(model, adam(model), step(drawn(4, 6, 5)))
 
 
-def scripted(rank: int, world: int) -> None:
+def shapes_of_what_is_scripted(rank: int, world: int) -> None:
     model = nn.Linear(6, 4)
     taken(model, adam(model), torch.jit.script(joined)(model(drawn(4, 5, 6))).square().mean())
 
@@ -408,8 +408,8 @@ RIGHT_VALUES: tuple[Loop, ...] = (
     changed("channels_shuffled", (2, 8, 3), lambda x: x.view(2, 2, 4, 3).transpose(1, 2).reshape(2, 8, 3)),
     changed("permuted_before", (2, 5, 7), lambda x: x.transpose(1, 2).reshape(2, 5, 7)),
     changed("made_anew", (6, 4), lambda x: torch.randn(6, 4).view(4, 6)),
-    Loop(compiled),
-    Loop(scripted),
+    Loop(shapes_of_what_is_compiled),
+    Loop(shapes_of_what_is_scripted),
     indexed("one_hot", fn.one_hot(torch.arange(32) % 3).float()[:, 0], lambda one: one.long()),
     indexed("constant_numbers", torch.full((32,), 0.5), lambda one: one.long()),
     indexed("rounded", torch.linspace(0.1, 0.9, 32), lambda one: one.round().int()),

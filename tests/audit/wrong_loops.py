@@ -543,6 +543,13 @@ def pads_that_count(rank: int, world: int) -> None:
     taken(model, adam(model), model(input_ids=ids, labels=ids, attention_mask=mask).loss)
 
 
+def an_end_that_is_no_label(rank: int, world: int) -> None:
+    model, ids = text_model("llama"), torch.arange(3, 35).reshape(4, 8)
+    ids[:, -1] = model.config.eos_token_id
+    labels = ids.masked_fill(ids == model.config.eos_token_id, -100)
+    taken(model, adam(model), model(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids)).loss)
+
+
 WRONG: tuple[Loop, ...] = (
     *WRONG_VALUES,
     *WRONG_INPUTS,
@@ -560,6 +567,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_OTHERS,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
+    Loop(an_end_that_is_no_label, "transformers", rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
     *(Loop(run, ranks=2, rule="run.float16-unscaled") for run in (shards_in_float16, flat_shards_in_float16)),
     Loop(scaled_and_stepped_past_the_scaler, rule="run.scaled-stepped"),

@@ -56,7 +56,7 @@ WARNINGS = _ids(
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
         "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost written-away rows-alike drawn-without-graph "
         "schedule-idle ticked-by-pass "
-        "loss-divided clipped-late gathered-apart unwaited loss-kept pairs-misplaced "
+        "loss-divided clipped-late clipped-between slope-zero gathered-apart unwaited loss-kept pairs-misplaced "
         "skip-kept new-tokens-frozen judged-alike average-itself "
         "average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained",
     }

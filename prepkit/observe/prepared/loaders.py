@@ -220,7 +220,8 @@ def odd_text(given: Mapping[str, list[int]], config: Any) -> OddSample:
     if len(pairs) > 2 and labels[: len(ids)] != ids and all(label == following for label, following in pairs):
         return "shifted"
     if mask:
-        return "counted" if any(label >= 0 and not seen for label, seen in zip(labels, mask, strict=False)) else ""
+        counted = any(label >= 0 and not seen for label, seen in zip(labels, mask, strict=False))
+        return "counted" if counted else _end(ids, labels, mask, config)
     pad = getattr(config, "pad_token_id", None)
     if pad is None or len(ids) < 2 or not labels:
         return ""
@@ -232,6 +233,15 @@ def odd_text(given: Mapping[str, list[int]], config: Any) -> OddSample:
     if before:
         return "both" if learns(slice(0, 2)) else "unmasked"
     return "learned" if behind and learns(slice(-2, None)) else ""
+
+
+def _end(ids: list[int], labels: list[int], mask: list[int], config: Any) -> OddSample:
+    """Return whether what ends a text is read and not learned, though the token before it is."""
+    end = getattr(config, "eos_token_id", None)
+    ends = end if isinstance(end, list | tuple) else (end,)
+    last = max((at for at, seen in enumerate(mask) if seen), default=0)
+    known = 0 < last < min(len(ids), len(labels)) and ids[last] in ends and ids[last - 1] not in ends
+    return "endless" if known and labels[last] < 0 <= labels[last - 1] else ""
 
 
 def _chain(loader: Any) -> list[Any]:

@@ -53,7 +53,8 @@ def _divides_nothing(facts: RunFacts) -> Iterator[Hit]:
     name, line, by = _asked(facts).undivided
     if line:
         what = f"{name} gives a mean of each micro-batch and leaves num_items_in_batch alone, and the Trainer divides"
-        yield Hit(line, f"{what} nothing where it may be given one: steps are {by} x as large as meant.")
+        fix = "" if name in ("compute_loss", "forward") else "Sum the loss and divide it by num_items_in_batch."
+        yield Hit(line, f"{what} nothing where it may be given one: steps are {by} x as large as meant.", fix)
 
 
 RULES: tuple[Rule, ...] = (

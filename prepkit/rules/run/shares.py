@@ -27,6 +27,12 @@ def _clipped_late(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"It clips gradients that {step} has stepped already: the step takes them as they are.")
 
 
+def _clipped_between(facts: RunFacts) -> Iterator[Hit]:
+    for line in _shares(facts).clipped_between:
+        what = "It clips what the first micro-batches of a step have made, and again what later ones have added to it"
+        yield Hit(line, f"{what}: later micro-batches weigh more, and none as much as the step would have it.")
+
+
 def _gathered(facts: RunFacts) -> Iterator[Hit]:
     for line, ranks in _shares(facts).gathered:
         what = f"Outputs of {ranks} ranks are gathered without their graph, and go into the loss, this rank's own too"
@@ -66,6 +72,15 @@ RULES: tuple[Rule, ...] = (
         check=_clipped_late,
         at=(Moment.AUDIT,),
         fix="Move the line between the backward and optimizer.step().",
+        severity=Severity.WARNING,
+        source=("torch clip_grad_norm_", "accelerate Accelerator.clip_grad_norm_"),
+    ),
+    Rule(
+        id="run.clipped-between",
+        summary="Gradients are clipped once all micro-batches have come to them.",
+        check=_clipped_between,
+        at=(Moment.AUDIT,),
+        fix="Clip where the optimizer steps alone: behind `if accelerator.sync_gradients:` under accelerate.",
         severity=Severity.WARNING,
         source=("torch clip_grad_norm_", "accelerate Accelerator.clip_grad_norm_"),
     ),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prepkit.facts.run import RunFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import some
 from prepkit.rules.rule import Hit, Moment, Rule
 
 
@@ -53,6 +54,12 @@ def _undone(facts: RunFacts) -> Iterator[Hit]:
     for line, shape in _terms(facts).undone:
         what = f"A sum x + (y - x) of shape {[*shape]} goes into the loss, and its gradient goes to y alone"
         yield Hit(line, f"{what}: that of x is added and taken off, and what has computed x learns nothing by it.")
+
+
+def _flat(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).flat:
+        what = f"{one.step} stands between the loss and {some(one.weights)}, and its slope is zero: their gradients are"
+        yield Hit(one.line, f"{what} zeros, and they are not trained.")
 
 
 def _ratios(facts: RunFacts) -> Iterator[Hit]:
@@ -184,6 +191,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write x + (y - x).detach(), as of a vector quantizer.",
         severity=Severity.WARNING,
         source=("arXiv 1308.3432", "arXiv 1711.00937"),
+    ),
+    Rule(
+        id="run.slope-zero",
+        summary="No step without a slope stands between a loss and what it is to train.",
+        check=_flat,
+        at=(Moment.AUDIT,),
+        fix="Write x + (x.round() - x).detach(), a straight-through estimate.",
+        severity=Severity.WARNING,
+        source=("arXiv 1308.3432",),
     ),
     Rule(
         id="run.ratio-one",

@@ -321,13 +321,17 @@ _ODD: dict[OddSample, tuple[str, str]] = {
         "Labels count where attention_mask is 0: the model learns to give pads.",
         f"Write {_UNLABEL}.",
     ),
+    "endless": (
+        "The end of a text is read and is no label, though the token before it is one: the model never learns to end.",
+        "Write labels.masked_fill(attention_mask == 0, -100), and not where the pad is, which may be the end.",
+    ),
 }
-MILDER_TEXT = "where pads that are masked count as labels, as where the end of a text is a pad"
+MILDER_TEXT = "where pads that are masked count as labels, or an end does not, as where the end of a text is a pad"
 
 
 def odd(where: str, sample: OddSample) -> Hit:
     """What is wrong in a sample of a causal language model."""
-    return Hit(where, *_ODD[sample], milder=sample == "counted")
+    return Hit(where, *_ODD[sample], milder=sample in ("counted", "endless"))
 
 
 def _called(facts: RunFacts) -> Iterator[Hit]:
