@@ -1,22 +1,125 @@
-"""What ``load_state_dict`` is given while a script runs, and what of it the module takes."""
+"""What modules take of what ``load_state_dict`` gives them, and weights that loads or wrappers make two of."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
-from attrs import define, field
+import torch.distributed.tensor.parallel as tensor_parallel
+from attrs import define, field, frozen
 from torch import Tensor, nn
+from torch.distributed.fsdp import _flat_param
+from torch.distributed.tensor.parallel import api
 
 from prepkit.facts.window import Loaded
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
+
+LOADED = "load_state_dict(assign=True)"
+
+
+@frozen(eq=False)
+class _Pair:
+    """Names that were one parameter of a module before a call."""
+
+    by: str
+    module: weakref.ref[nn.Module]
+    one: str
+    other: str
+
+    def parted(self) -> bool:
+        """Whether they are two now. What a load has told apart on purpose holds other values."""
+        named = dict(module.named_parameters(remove_duplicate=False)) if (module := self.module()) is not None else {}
+        one, other = named.get(self.one), named.get(self.other)
+        return one is not None and other is not None and one is not other and (self.by != LOADED or _equal(one, other))
+
+
+@frozen(eq=False)
+class _Unit:
+    """A parameter as a unit was made of it."""
+
+    param: weakref.ref[Tensor]
+    module: weakref.ref[nn.Module]
+    """Whose it was."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{type(self.module()).__name__}.{self.name}"
+
+
+@define(eq=False)
+class Ties:
+    """Listens inside ``on()``."""
+
+    _pairs: list[_Pair] = field(factory=list)
+    _units: dict[int, _Unit] = field(factory=dict)
+    """The first that was made of each parameter, by its ``id``."""
+    _torn: list[tuple[str, _Unit, _Unit]] = field(factory=list)
+    """What makes units, and two that were made of one parameter."""
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, it listens."""
+        with ExitStack() as stack:
+            stack.enter_context(around_calls(_flat_param.FlatParamHandle, "__init__", self._flattens))
+            stack.enter_context(around_calls(api, "parallelize_module", self._parallelizes, also=tensor_parallel))
+            yield
+
+    def untied(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the names of what is two still, with what has made it so."""
+        yield from ((pair.one, pair.other, pair.by) for pair in self._pairs if pair.parted())
+        for by, one, other in self._torn:
+            if one.module() is not None and other.module() is not None:
+                yield str(one), str(other), by
+
+    def before_a_load(self, module: nn.Module) -> list[_Pair]:
+        """What a load that replaces parameters may part; to be given back behind it."""
+        return _tied(module, LOADED)
+
+    def behind(self, pairs: list[_Pair]) -> None:
+        """Hears of a call that may have parted these."""
+        self._pairs += pairs
+
+    def _parallelizes(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
+        pairs = _tied(module, "parallelize_module")
+        result = plain(module, *given, **named)
+        self.behind(pairs)
+        return result
+
+    def _flattens(self, plain: Any, handle: Any, params: Any, module: Any, *given: Any, **named: Any) -> Any:
+        params = [*params]
+        places = {id(one): name for name, one in module.named_parameters()}
+        for one in params:
+            self._makes("FullyShardedDataParallel", one, module, places.get(id(one), ""))
+        return plain(handle, params, module, *given, **named)
+
+    def _makes(self, by: str, param: Tensor, module: nn.Module, name: str) -> None:
+        unit, first = _Unit(weakref.ref(param), weakref.ref(module), name), self._units.get(id(param))
+        if first is not None and first.param() is param:
+            self._torn.append((by, first, unit))
+        else:
+            self._units[id(param)] = unit
+
+
+def _tied(module: nn.Module, by: str) -> list[_Pair]:
+    """Names of one parameter: the first, and each other."""
+    first: dict[int, str] = {}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
+    return [_Pair(by, weakref.ref(module), one, other) for one, other in pairs if one != other]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether they hold the same in two places. Reads both."""
+    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
+    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
+    return apart and torch.equal(one, other)
 
 
 @define(eq=False)
@@ -25,8 +128,7 @@ class Loads:
 
     _last: dict[int, tuple[weakref.ref[nn.Module], Loaded | None]] = field(factory=dict)
     """By ``id`` of a module what was wrong with its last load."""
-    _ties: list[tuple[weakref.ref[nn.Module], str, str]] = field(factory=list)
-    """Names that were one parameter before a load that replaced parameters, with whose they are."""
+    ties: Ties = field(factory=Ties)
     itself: dict[tuple[str, str], None] = field(factory=dict)
     """Classes of modules that were given their own living weights once something had stepped, and lines."""
     stepped: bool = False
@@ -36,7 +138,7 @@ class Loads:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        with around_calls(nn.Module, "load_state_dict", self._loaded):
+        with around_calls(nn.Module, "load_state_dict", self._loaded), self.ties.on():
             yield
 
     def lost(self) -> tuple[Loaded, ...]:
@@ -47,22 +149,13 @@ class Loads:
         """Whether something was loaded into it, or into a part of it."""
         return any(self._last.get(id(one), (lambda: None,))[0]() is one for one in module.modules())
 
-    def untied(self) -> Iterator[tuple[str, str]]:
-        """Yield what is two tensors still that hold the same; what was told apart on purpose holds other values."""
-        for owner, *pair in self._ties:
-            if (module := owner()) is not None:
-                named = dict(module.named_parameters(remove_duplicate=False))
-                one, other = (named.get(name) for name in pair)
-                if one is not None and other is not None and one is not other and _equal(one, other):
-                    yield pair[0], pair[1]
-
     def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
-        ties = _tied(module) if named.get("assign") or given[2:3] == (True,) else []
+        ties = self.ties.before_a_load(module) if named.get("assign") or given[2:3] == (True,) else []
         state = given[0] if given else named["state_dict"]
         if self.stepped and _is_own(module, state) and called_by_program(frames_above(__file__)):
             self.itself[type(module).__name__, line_of_program(frames_above(__file__))] = None
         result = plain(module, *given, **named)
-        self._ties += [(weakref.ref(module), *pair) for pair in ties]
+        self.ties.behind(ties)
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
         told = _lost(module, state, missing, unexpected) if missing else None
         self._last[id(module)] = weakref.ref(module), told
@@ -166,21 +259,6 @@ def _without(key: str) -> Iterator[tuple[str, str]]:
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
-
-
-def _tied(module: nn.Module) -> list[tuple[str, str]]:
-    """Pairs of names of one parameter: the first, and each other."""
-    first: dict[int, str] = {}
-    named = [*module.named_parameters(remove_duplicate=False)]
-    pairs = ((first.setdefault(id(param), name), name) for name, param in named)
-    return [(one, other) for one, other in pairs if one != other]
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether they hold the same in two places. Reads both."""
-    kinds = type(one.data) is type(other.data) is Tensor and one.device == other.device and one.device.type != "meta"
-    apart = kinds and one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() != other.data_ptr()
-    return apart and torch.equal(one, other)
 
 
 def _alike(key: str, name: str) -> bool:

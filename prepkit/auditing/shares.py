@@ -52,7 +52,7 @@ MOST_NODES = 400
 """Nodes of a graph that are looked at."""
 NEAREST = 64
 """Those in which the loss of an earlier step is looked for."""
-LIBRARIES = ("accelerate", "lightning", "pytorch_lightning", "transformers", "deepspeed")
+LIBRARIES = ("accelerate", "lightning", "lightning_utilities", "pytorch_lightning", "transformers", "deepspeed")
 AGO = 3
 """Steps after which no loop uses the graph of a loss that went backward."""
 KEEPS = 6
@@ -223,7 +223,7 @@ class SharedWork:
         inside = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
         if result is None and not inside and _is_plain(part):
             self._parts = [*self._parts, (len(part), _sampled(part))][-MOST_PARTS:] if part.dim() > 1 else self._parts
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or part.grad_fn is not None:  # as where a library gathers
                 self._takes_down(into, part)
         return result
 

@@ -271,7 +271,7 @@ class Window:
         """What became of what was loaded, and of what is kept to be loaded."""
         return {
             "loaded": self.loads.lost(),
-            "untied": tuple(self.loads.untied()),
+            "untied": tuple(self.loads.ties.untied()),
             "overwritten": tuple(self.loads.overwritten()),
             "unresumed": self.checkpoints.left(optimizer, scheduler),
             "kept_alive": tuple(dict.fromkeys(kept_alive())),

@@ -45,7 +45,7 @@ class GradientFacts:
     parted: tuple[str, ...] = ()
     """Those among them whose gradient is further apart over these ranks than rounding brings it."""
     misplaced: tuple[str, ...] = ()
-    """Those whose gradient has not the placements or the dtype of the parameter."""
+    """Those whose gradient is still to be summed over ranks, or has not the dtype of the parameter."""
     on_some_ranks: tuple[str, ...] = ()
     """Those that have a gradient on some ranks, and none on others that hold a part of them."""
     not_chosen: tuple[str, ...] = ()
@@ -192,8 +192,8 @@ class WindowFacts:
     """Classes of modules that were called twice for one loss, with the same, and gave the same; and lines."""
     rebound: tuple[str, ...] = ()
     """Lines that bind a name of a loop over weights anew, where they were to change what it stands for."""
-    untied: tuple[tuple[str, str], ...] = ()
-    """Pairs of names that were one parameter before a ``load_state_dict(assign=True)``, and are two alike since."""
+    untied: tuple[tuple[str, str, str], ...] = ()
+    """Pairs of names that were one parameter, and are two since, with what has made them two: a load, or a wrapper."""
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     unheld: tuple[tuple[str, int], ...] = ()

@@ -206,7 +206,8 @@ def odd_calls(records: tuple[Record, ...]) -> Iterator[str]:
     yield from _read_again(records)
     yield from _modes_apart(records)
     if lines := list(dict.fromkeys(one.line for record in records for call in record.head.calls for one in call.asked)):
-        yield f"the forward asks other ranks ({some(lines)}), and was given again what it got in the run"
+        what = f"the forward asks other ranks ({some(lines)}), and no gradient flows through what they answer"
+        yield f"{what}: it was given the answers of the run again"
 
 
 def _modes_apart(records: tuple[Record, ...]) -> Iterator[str]:

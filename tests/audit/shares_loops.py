@@ -229,6 +229,18 @@ def own_part_without_graph(rank: int, world: int) -> None:
     contrasts(rank, world, lambda tensor: torch.cat(parts_of(tensor)))
 
 
+def gathered_by_lightning_without_graph(rank: int, world: int) -> None:
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as gather
+
+    contrasts(rank, world, lambda tensor: gather(tensor).flatten(0, 1))
+
+
+def gathered_by_lightning_with_its_graph(rank: int, world: int) -> None:
+    from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available as gather
+
+    contrasts(rank, world, lambda tensor: gather(tensor, sync_grads=True).flatten(0, 1))
+
+
 def own_part_put_back(rank: int, world: int) -> None:
     def gather(tensor: Tensor) -> Tensor:
         parts = parts_of(tensor)
@@ -317,6 +329,7 @@ WRONG_SHARES: tuple[Loop, ...] = (
     Loop(clipped_at_each_micro_batch, "accelerate", rule="run.clipped-between"),
     Loop(torch_clips_at_each_micro_batch, rule="run.clipped-between"),
     Loop(own_part_without_graph, ranks=2, rule="run.gathered-apart"),
+    Loop(gathered_by_lightning_without_graph, "lightning", 2, rule="run.gathered-apart"),
     Loop(pairs_of_the_first_rank, ranks=2, rule="run.pairs-misplaced"),
     Loop(pairs_of_the_first_rank_for_torch, ranks=2, rule="run.pairs-misplaced"),
     Loop(nobody_waits, ranks=2, rule="run.unwaited"),
@@ -326,6 +339,7 @@ RIGHT_SHARES: tuple[Loop, ...] = (
     *(Loop(run) for run in (norm_is_read_behind_the_step, clips_the_second_in_its_turn)),
     *(Loop(run) for run in (each_sample_is_clipped_by_itself, the_other_goes_backward_behind_the_clip)),
     Loop(clipped_where_it_steps, "accelerate"),
+    Loop(gathered_by_lightning_with_its_graph, "lightning", 2),
     *(Loop(run, ranks=2) for run in (own_part_put_back, own_part_first, gathered_by_a_function, gathered_by_torch)),
     *(Loop(run, ranks=2) for run in (gathered_for_a_metric, waits_for_each)),
 )

@@ -491,7 +491,9 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
-    "run.tie-broken": evolve(FINE, window=WindowFacts(untied=(("embed.weight", "head.weight"),))),
+    "run.tie-broken": evolve(
+        FINE, window=WindowFacts(untied=(("embed.weight", "head.weight", "load_state_dict(assign=True)"),))
+    ),
     "run.forward-elsewhere": evolve(FINE, window=WindowFacts(elsewhere=("Net",))),
     "run.ticked-early": evolve(
         FINE,

@@ -49,6 +49,7 @@ from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
 from tests.audit.shares_loops import RIGHT_SHARES, WRONG_SHARES
 from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
 from tests.audit.terms_loops import RIGHT_TERMS, WRONG_TERMS
+from tests.audit.ties_loops import RIGHT_TIES, WRONG_TIES
 from tests.audit.turned import RIGHT_TURNS, TURNED
 from tests.audit.untrained_loops import RIGHT_UNTRAINED, WRONG_UNTRAINED
 from tests.audit.values_loops import RIGHT_VALUES, WRONG_VALUES
@@ -565,6 +566,7 @@ WRONG: tuple[Loop, ...] = (
     *WRONG_SHARES,
     *WRONG_LESSONS,
     *WRONG_OTHERS,
+    *WRONG_TIES,
     Loop(labels_that_the_loop_shifts, "transformers", rule="run.text-odd"),
     Loop(pads_that_count, "transformers", 2, rule="run.text-odd"),
     Loop(an_end_that_is_no_label, "transformers", rule="run.text-odd"),
@@ -633,5 +635,5 @@ WRONG: tuple[Loop, ...] = (
 LOOPS: tuple[Loop, ...] = (
     *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
     *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *RIGHT_INPUTS, *RIGHT_SHARES),
-    *(*RIGHT_LESSONS, *RIGHT_OTHERS, *WRONG),
+    *(*RIGHT_LESSONS, *RIGHT_OTHERS, *RIGHT_TIES, *WRONG),
 )

@@ -59,7 +59,10 @@ class Gradient:
     tilt: Tensor | None = None
     """The sum of this rank's part, divided by the root of its number of elements; None: it was not seen."""
     misplaced: bool = False
-    """True if placements or dtype are not the parameter's."""
+    """True if it is still to be summed over ranks, or has not the parameter's dtype.
+
+    An optimizer takes its part of one that is whole, as torch gives it of an embedding that is cut by rows.
+    """
     optimizer: int | None = 0
     """Number of the optimizer that steps the parameter; None: nobody does."""
 
@@ -99,8 +102,8 @@ def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool, value
         there = torch.zeros((), **HOST) if here and local(param).numel() else None
         return Gradient(name=name, missing=False, largest=there, optimizer=optimizer)
     part = _values(local(grad).detach())
-    placed = grad.placements == param.placements if isinstance(grad, DTensor) and isinstance(param, DTensor) else True
-    misplaced = not placed or grad.dtype != param.dtype
+    summed = not isinstance(grad, DTensor) or not any(one.is_partial() for one in grad.placements)
+    misplaced = not summed or grad.dtype != param.dtype
     if not part.numel() or part.is_meta:
         return Gradient(name=name, missing=False, largest=None, misplaced=misplaced, optimizer=optimizer)
     real = torch.view_as_real(part) if part.is_complex() else part

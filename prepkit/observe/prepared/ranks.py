@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prepkit.facts.run import RankFacts, RunFacts
 from prepkit.facts.window import GradientFacts
+from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import Site, parameters_at, sites
 from prepkit.observe.fingerprints import summed
 from prepkit.observe.fingerprints.parts import Part, as_computed
@@ -117,7 +118,7 @@ def resting_apart(called: Sequence[nn.Module]) -> tuple[str, ...]:
 
     Where ranks call the same ones, each whole: a stage, or a part of layers, is each rank's own.
     """
-    held = [(type(one).__name__, list(one.parameters())) for one in called]
+    held = [(type(one).__name__, list(one.parameters())) for one in called if not is_sharded(one)]
     held = [(name, params) for name, params in held if params and not any(one.requires_grad for one in params)]
     whole = [(name, params) for name, params in held if all(map(_is_plain, params))]
     mine = [(name, [tuple(one.shape) for one in params], sum(map(fingerprint, params))) for name, params in whole]
@@ -128,7 +129,7 @@ def resting_apart(called: Sequence[nn.Module]) -> tuple[str, ...]:
 
 
 def _is_plain(param: Tensor) -> bool:
-    return type(param) in (Tensor, nn.Parameter) and not hasattr(param, "ds_tensor") and not param.is_meta
+    return type(param) in (Tensor, nn.Parameter) and not param.is_meta
 
 
 def _params(facts: RunFacts) -> list[object]:
@@ -169,10 +170,14 @@ def _values(facts: RunFacts, places: list[Site]) -> dict[str, int]:
     """Fingerprints of the parameters and buffers that every rank holds whole and should hold alike."""
     averaged = {param.name: param.averaged_by for param in facts.params}
     found: dict[str, int] = {}
+    seen: set[int] = set()
     for site in places:
         if not site.first:
             continue
         for name, tensor in (*site.module._parameters.items(), *_lasting(site.module)):
+            if id(tensor) in seen:  # tied: its first name says who averages it
+                continue
+            seen.add(id(tensor))
             path = f"{site.path}.{name}" if site.path else name
             part = _whole(tensor) if tensor is not None and "fsdp1" not in averaged.get(path, ()) else None
             if part is not None and part.device.type != "meta" and getattr(tensor, "allreduce", True):

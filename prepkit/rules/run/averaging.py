@@ -89,6 +89,8 @@ def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
     else:
         what = f"Nobody averages {len(alone)} of {count(trained, 'trained parameter')}: {names}."
         fix = "Wrap what is trained once it is complete: everything inside one DDP, or inside the units of FSDP."
+        if facts.window is not None and facts.window.communicates:
+            fix = f"Where layers behind it are cut over ranks, add up the gradients of what they are given. Else: {fix}"
         yield Hit(at(alone[0].name), what, fix)
 
 

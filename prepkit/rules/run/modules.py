@@ -187,14 +187,15 @@ def _part_in_eval(facts: RunFacts) -> Iterator[Hit]:
 
 
 _ASSIGNED = "Tie them after the load, as by head.weight = embedding.weight, and make the optimizer after that."
+_ONE_UNIT = "Leave both in one unit, that of the root or of a module around them; layers that are cut, tie behind it."
 _AGAIN = "Call model.tie_weights() after what replaced one of them, and make the optimizer again."
 
 
 def _untied(facts: RunFacts) -> Iterator[Hit]:
     """Since an earlier look, since before apply, or while a script ran."""
-    for first, second in facts.window.untied if facts.window is not None else ():
-        what = f"load_state_dict(assign=True) has put two tensors of the same values where `{first}` and `{second}`"
-        yield Hit(at(second), f"{what} were one parameter.", _ASSIGNED)
+    for first, second, by in facts.window.untied if facts.window is not None else ():
+        what = f"{by} has made two tensors of `{first}` and `{second}`, which were one parameter: they train apart."
+        yield Hit(at(second), what, _ASSIGNED if by.startswith("load_state_dict") else _ONE_UNIT)
     for before, now in facts.running:
         held = [set(group) for group in now.ties]
         for group in before.ties:

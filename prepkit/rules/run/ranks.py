@@ -49,6 +49,12 @@ _WRITTEN_ALIKE = (
 )
 
 
+_EXPERTS = (
+    "Where each rank is to have its own, as experts, leave them out of what is averaged; else begin alike: "
+    "torch.manual_seed(0) before the model is built."
+)
+
+
 def _until_they_meet(facts: RunFacts) -> set[str]:
     """Parameters that ranks step by themselves until weights are averaged, as far as that can be told."""
     if averages_weights(facts):
@@ -72,7 +78,11 @@ def _values(facts: RunFacts) -> Iterator[Hit]:
         odd = facts.applied.odd_ranks if facts.applied is not None else ()
         who = f"Beside rank 0, rank {spans(odd)} holds" if odd else "Every rank holds"
         what = f"{who} {count(len(parted), 'tensor')} with values of its own: {some(parted)}."
-        yield Hit(at(parted[0]), what, "" if facts.loop is None else _WRITTEN_ALIKE, milder=facts.averages_beside)
+        fix = "" if facts.loop is None else _WRITTEN_ALIKE
+        sends = facts.sends_by_hand if facts.window is None else facts.window.communicates
+        if sends and len(parted) < len(facts.params):
+            what, fix = f"{what[:-1]}, and averages their gradients with those of others.", _EXPERTS
+        yield Hit(at(parted[0]), what, fix, milder=facts.averages_beside)
 
 
 def _rests_apart(facts: RunFacts) -> Iterator[Hit]:

@@ -1,0 +1,124 @@
+"""Programs whose wrappers make two weights of one, their right twins, and teachers in shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.distributed.tensor import Replicate, parallel
+from torch.nn import functional as fn
+
+from tests.audit.case import adam
+from tests.audit.loops import Loop, taken
+
+WORDS, WIDE = 16, 8
+
+
+class Tied(nn.Module):
+    """One table for what goes in and what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner = nn.Embedding(WORDS, WIDE), nn.Linear(WIDE, WIDE)
+        self.head = nn.Linear(WIDE, WORDS, bias=False)
+        self.head.weight = self.enter.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.inner(self.enter(ids)).tanh())
+
+
+def seeded() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def trained(model: nn.Module, rank: int) -> None:
+    ids = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(rank))
+    taken(model, adam(model), fn.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
+
+
+def flattened(model: Tied, apart: Callable[[nn.Module], bool], *, original: bool) -> FullyShardedDataParallel:
+    policy = CustomPolicy(apart)
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=original, device_id=torch.device("cpu")
+    )
+
+
+def ends_in_units_of_fsdp1(rank: int, world: int) -> None:
+    model = seeded()
+    trained(flattened(model, lambda one: one in (model.enter, model.head), original=False), rank)
+
+
+def an_end_in_a_unit_of_fsdp1(rank: int, world: int) -> None:
+    model = seeded()
+    trained(flattened(model, lambda one: one is model.head, original=False), rank)
+
+
+def ends_in_the_root_of_fsdp1(rank: int, world: int) -> None:
+    model = seeded()
+    trained(flattened(model, lambda one: one is model.inner, original=True), rank)
+
+
+def ends_in_the_root_of_fsdp2(rank: int, world: int) -> None:
+    model = seeded()
+    fully_shard(model.inner)
+    fully_shard(model)
+    trained(model, rank)
+
+
+def cut(model: Tied, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    rows = parallel.RowwiseParallel(input_layouts=Replicate())
+    columns = parallel.ColwiseParallel(output_layouts=Replicate())
+    parallel.parallelize_module(model, mesh, {"enter": rows, "head": columns})
+
+
+def ends_that_are_cut(rank: int, world: int) -> None:
+    """Each rank reads the same, as ranks do that hold parts of one layer."""
+    model = seeded()
+    cut(model, world)
+    trained(model, 0)
+
+
+def ends_that_are_cut_and_tied(rank: int, world: int) -> None:
+    model = seeded()
+    cut(model, world)
+    model.head.weight = model.enter.weight
+    trained(model, 0)
+
+
+def ends_of_their_own_that_are_cut(rank: int, world: int) -> None:
+    """Torch gives the whole gradient of an embedding that is cut by rows."""
+    model = seeded()
+    model.head = nn.Linear(WIDE, WORDS, bias=False)
+    cut(model, world)
+    trained(model, 0)
+
+
+def teacher_in_shards(rank: int, world: int) -> None:
+    """What ranks hold of it are other parts of one model."""
+    model = seeded()
+    teacher = flattened(copy.deepcopy(model), lambda one: False, original=False).requires_grad_(requires_grad=False)
+    student = flattened(model, lambda one: False, original=False)
+    ids = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        goal = teacher(ids)
+    taken(student, adam(student), fn.mse_loss(student(ids), 2 * goal))
+
+
+WRONG_TIES: tuple[Loop, ...] = tuple(
+    Loop(run, ranks=2, rule="run.tie-broken")
+    for run in (ends_in_units_of_fsdp1, an_end_in_a_unit_of_fsdp1, ends_that_are_cut)
+)
+RIGHT_TIES: tuple[Loop, ...] = tuple(
+    Loop(run, ranks=2)
+    for run in (
+        *(ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards),
+        *(ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut),
+    )
+)
