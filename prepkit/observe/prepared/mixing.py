@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from prepkit.observe.prepared.around import (
     name_of,
     names_weights,
     nodes_of,
+    outermost,
     own_frames,
     parsed,
     texts_of_program,
@@ -29,14 +30,16 @@ from prepkit.observe.prepared.around import (
 )
 
 MIXES = frozenset({"mul_", "add_", "sub_", "lerp_"})
+WRITES = MIXES | {"copy_", "clamp_", "clip_", "div_", "zero_", "fill_", "normal_"}
 WEIGHTS = frozenset({"parameters", "named_parameters", "state_dict"})
 """Methods of a model that give its weights."""
 
 
 def mixes_empty(model: nn.Module) -> tuple[str, ...]:
-    """Where the caller's files mix the parameters of two modules, as a momentum copy does, while ZeRO-3 has them empty.
+    """Where the caller writes into weights that ZeRO-3 has empty, as a momentum copy does, and nothing gathers them.
 
-    In a loop over a ``zip`` of both, but inside a ``with`` that gathers them; what copies alone is how a copy begins.
+    In a loop over a ``zip`` of two modules in any of its files, of which what copies alone is how a copy begins; or in
+    lines that a function of it has still to come to.
     """
     root = names.unwrap_root(model)[-1]
     if not any(map(zero3.is_partitioned, root.parameters())):
@@ -50,7 +53,52 @@ def mixes_empty(model: nn.Module) -> tuple[str, ...]:
                 targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
                 mixed = (one for node in loop.body for one in ungathered(node) if _mixes(one, targets))
                 found.update((f"{Path(file).name}:{one.lineno}: {ast.unparse(one)}", None) for one in mixed)
+    found.update((one, None) for frame in own_frames() for one in _writes_empty(frame))
     return tuple(found)
+
+
+def _writes_empty(frame: FrameType) -> Iterator[str]:
+    """Yield statements that a function has still to come to, or comes to again, and that write into such a weight."""
+    code, tree = frame.f_code, parsed(frame.f_code.co_filename)
+    lines = outermost(code, frame.f_lineno), max((line for _, _, line in code.co_lines() if line), default=0)
+    coming = [one for one in ungathered(tree) if lines[0] <= getattr(one, "lineno", 0) <= lines[1]]
+    made: dict[str, ast.expr] = {}
+    for one in coming:
+        match one:
+            case ast.Assign(targets=[ast.Name(name)], value=ast.Attribute() as value):
+                made[name] = value
+    for loop in (one for one in coming if isinstance(one, ast.For) and names_weights(one.iter, "param")):
+        made |= {one.id: loop.iter for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+    for one in coming:
+        weight = _written_into(one)
+        weight = made.get(weight.id, weight) if isinstance(weight, ast.Name) else weight
+        if weight is not None and any(map(zero3.is_partitioned, _weights(frame, weight))):
+            yield f"{Path(code.co_filename).name}:{getattr(one, 'lineno', 0)}: {ast.unparse(one)}"
+
+
+def _weights(frame: FrameType, node: ast.expr) -> Iterable[Any]:
+    """The weight that an expression stands for, or those of the model that it takes them from."""
+    owner = next(_owners(node), None)
+    model = None if owner is None else _part(frame, owner)
+    return [_part(frame, node)] if owner is None else model.parameters() if isinstance(model, nn.Module) else ()
+
+
+def _written_into(node: ast.AST) -> ast.expr | None:
+    """What a statement calls a method on that changes it in its place, or its data; None: it is no such statement."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return None
+    inner: ast.expr = node.value
+    while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in WRITES:
+        inner = inner.func.value
+    plain = inner.value if isinstance(inner, ast.Attribute) and inner.attr == "data" else inner
+    return None if inner is node.value else plain
+
+
+def _part(frame: FrameType, node: ast.expr | None) -> Any:
+    """What an expression stands for, modules and weights of modules among it; None: that is unknown."""
+    if isinstance(node, ast.Attribute) and isinstance(owner := _part(frame, node.value), nn.Module):
+        return {**owner.__dict__, **owner._modules, **owner._parameters}.get(node.attr)
+    return None if node is None else known(frame, node)
 
 
 def _zips_weights(node: ast.AST) -> bool:

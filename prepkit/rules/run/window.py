@@ -123,13 +123,13 @@ _BESIDE: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.mixes-empty",
-        summary="A loop that averages weights into a copy, as of MoCo or BYOL, meets them under ZeRO 3.",
+        summary="What writes into weights between steps, as averages of MoCo and clips do, meets them under ZeRO 3.",
         check=_mixes_empty,
-        at=(Moment.FIRST_STEP,),
+        at=(Moment.FIRST_STEP, Moment.AUDIT),
         cost="reads the files of the program once",
         fix=(
-            "Put the loop into `with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=0):`, "
-            "behind ready.step(), or choose stage=2, whose weights stay."
+            "Put it into `with deepspeed.zero.GatheredParameters([*model.parameters()], modifier_rank=0):`, "
+            "behind the step, or choose stage=2, whose weights stay."
         ),
         severity=Severity.WARNING,
         source=("deepspeed partition_parameters.GatheredParameters",),

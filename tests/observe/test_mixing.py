@@ -1,0 +1,74 @@
+"""What a program writes into weights behind a step while ZeRO-3 has them empty."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from prepkit.observe.prepared.mixing import mixes_empty
+from tests.audit.by_libraries import engine_of
+from tests.support.gang import Gang
+from tests.support.launch import launched
+
+CLAMPED = "for param in engine.module.parameters():\n            param.data.clamp_(-0.01, 0.01)"
+PROGRAMS = {
+    "clamped": ("", CLAMPED, "clamp_"),
+    "named": ("", "for name, one in engine.named_parameters():\n            one.copy_(one.clamp(-1, 1))", "copy_"),
+    "one weight": ("", "weight = engine.module.head.weight\n        weight.mul_(0.9)", "mul_"),
+    "in its place": ("", "engine.module.head.weight.data.clamp_(-1, 1).mul_(2)", "clamp_"),
+    "gathered": (
+        "",
+        f"with GatheredParameters(engine.parameters()):\n            {CLAMPED.replace('    ' * 3, '    ' * 4)}",
+        "",
+    ),
+    "before the loop": (CLAMPED.replace("    " * 3, "    " * 2), "pass", ""),
+    "gradients": ("", "for param in engine.parameters():\n            param.grad.zero_()", ""),
+    "others": ("", "other = torch.zeros(3)\n        other.mul_(0.9)", ""),
+    "read": ("", "weight = engine.module.head.weight\n        told.append(weight.mean())", ""),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+
+def told_of(rank: int, world: int, texts: dict[str, str], stage: int, folder: str) -> dict[str, tuple[str, ...]]:
+    torch.manual_seed(0)
+    model = Net()
+    with launched(rank, world):
+        engine, *_ = engine_of(model, stage, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {}
+    for at, (name, text) in enumerate(texts.items()):
+        program = Path(folder, f"program-{rank}-{at}.py")
+        program.write_text(text)
+        found[name] = runpy.run_path(str(program), {"mixes_empty": mixes_empty})["train"](engine)
+    return found
+
+
+def program(before: str, behind: str) -> str:
+    return f"""
+def train(engine):
+    {before or "pass"}
+    for _ in range(3):
+        told = mixes_empty(engine)
+        if told is not None:
+            return told
+        {behind}
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_still_to_be_written_into_empty_weights_is_told(gang2: Gang, stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    texts = {name: program(before, behind) for name, (before, behind, _) in PROGRAMS.items()}
+    for found in gang2.run(told_of, texts, stage, str(tmp_path), timeout=120):
+        for name, (_, _, says) in PROGRAMS.items():
+            told = found[name]
+            assert len(told) == bool(says and stage == 3), (name, told)
+            assert all(says in one for one in told)
