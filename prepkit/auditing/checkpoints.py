@@ -27,6 +27,8 @@ class HeardLoads:
     _optimizers: dict[str, None] = field(factory=dict)
     """Keys of what was loaded that have the state of an optimizer that has stepped."""
     _schedulers: dict[str, None] = field(factory=dict)
+    _counts: dict[str, int] = field(factory=dict)
+    """How far it was, by key."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -38,15 +40,18 @@ class HeardLoads:
         """Keys of a checkpoint that nobody has loaded, with whose state it is; none where the run does not go on."""
         found = []
         stateless = optimizer is not None and not getattr(inner(optimizer), "state", True)
+        begun = () if stateless or not self._optimizers else tuple(_begun_anew(self._counts))
         if self._optimizers and stateless:
             found.append((next(iter(self._optimizers)), type(inner(optimizer)).__name__))
         if self._schedulers and scheduler is not None and getattr(scheduler, "last_epoch", None) == 0:
             found.append((next(iter(self._schedulers)), type(scheduler).__name__))
-        return tuple(found) if found and _goes_on() else ()
+        return (*found, *begun) if found and _goes_on() else begun
 
     def _loads(self, plain: Any, *given: Any, **named: Any) -> Any:
         result = plain(*given, **named)
         for key, value in result.items() if isinstance(result, Mapping) else ():
+            if key in COUNTS and type(value) is int:
+                self._counts[key] = value
             for one in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(one, Mapping) and one.get("state") and one.get("param_groups"):
                     self._optimizers[str(key)] = None
@@ -55,18 +60,35 @@ class HeardLoads:
         return result
 
 
+def _begun_anew(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield keys, twice, by which a checkpoint is further than what the program calls so, and which it never reads."""
+    read = _counts_read() if counts else set()
+    held = [
+        pair for one in (own_frames() if counts else ()) for pair in (*one.f_locals.items(), *one.f_globals.items())
+    ]
+    for key, value in counts.items():
+        if key not in read and any(name == key and type(one) is int and one < value - 1 for name, one in held):
+            yield key, key
+
+
 def _goes_on() -> bool:
     """Return whether the program reads how far a checkpoint is: ``checkpoint["epoch"]``."""
-    return any(_is_count(one) for file in texts_of_program() for one in nodes_of(parsed(file), ast.Subscript, ast.Call))
+    return bool(_counts_read())
 
 
-def _is_count(node: ast.AST) -> bool:
+def _counts_read() -> set[str]:
+    every = (one for file in texts_of_program() for one in nodes_of(parsed(file), ast.Subscript, ast.Call))
+    return {key for one in every if (key := _key(one)) in COUNTS}
+
+
+def _key(node: ast.AST) -> str:
+    """What something is read by; empty: it is no such expression."""
     match node:
         case ast.Subscript(slice=ast.Constant(value=str(key)), ctx=ast.Load()):
-            return key in COUNTS
-        case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(key)), *_]):
-            return key in COUNTS
-    return False
+            return key
+        case ast.Call(func=ast.Attribute(attr="get" | "pop"), args=[ast.Constant(value=str(key)), *_]):
+            return key
+    return ""
 
 
 def kept_alive() -> Iterator[tuple[str, str]]:

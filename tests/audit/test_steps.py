@@ -469,6 +469,15 @@ for at in range(held["epoch"], 12):
     schedule.step()
 """
 )
+LOADED = (
+    RESUMED.replace("schedule = StepLR(optimizer, 30)\n", "")
+    .replace("    schedule.step()\n", "")
+    .replace(
+        'model.load_state_dict(held["model"])',
+        'model.load_state_dict(held["model"])\noptimizer.load_state_dict(held["optimizer"])',
+    )
+)
+"""And the optimizer's state."""
 KEPT = (
     BEGINS
     + """
@@ -533,6 +542,13 @@ for at in range(12):
         (BEST.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 20, ""),
         (RESUMED, 1, "run.resumed-part at optimizer: The checkpoint that the run goes on from has `optimizer`"),
         (RESUMED.replace('range(held["epoch"], 12)', "range(12)"), 1, ""),
+        (LOADED, 1, ""),
+        (
+            LOADED.replace('at in range(held["epoch"], 12)', "epoch in range(12)"),
+            1,
+            "run.resumed-part at optimizer: The checkpoint that the run goes on from has `epoch`",
+        ),
+        (LOADED.replace('at in range(held["epoch"], 12)', "at in range(12)"), 1, ""),
         (KEPT, 1, "run.best-aliased at model: train.py:15 keeps `model.state_dict()`"),
         (KEPT.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 1, ""),
         (SCRIPTED, 3, ""),
@@ -548,6 +564,9 @@ for at in range(12):
         "copied",
         "resumed in part",
         "begun from it",
+        "resumed",
+        "begun anew",
+        "counted by another name",
         "best kept alive",
         "best copied",
         "scripted",

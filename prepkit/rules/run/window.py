@@ -262,7 +262,7 @@ def _overwritten(facts: RunFacts) -> Iterator[Hit]:
 def _unresumed(facts: RunFacts) -> Iterator[Hit]:
     for key, name in facts.window.unresumed if facts.window is not None else ():
         what = f"The checkpoint that the run goes on from has `{key}`, and nobody has loaded it: `{name}` begins anew."
-        yield Hit("optimizer", what)
+        yield Hit("optimizer", what, f"Write {key} = checkpoint['{key}'] behind the load." if key == name else "")
 
 
 def _loaded_itself(facts: RunFacts) -> Iterator[Hit]:
