@@ -353,7 +353,7 @@ class Clipping:
     """Micro-batches before each clipping that has shrunk something."""
     _asked: ClipProof | None = field(init=False)
     _power: float = field(default=2.0, init=False)
-    _norms: dict[int, float | None] = field(factory=dict, init=False)
+    _norms: dict[int, Any] = field(factory=dict, init=False)
     """The norm by which each parameter was clipped last, which parts of one clipping have in common."""
     _mine: Callable[[], dict[int, nn.Parameter] | None] = field(init=False)
     _micros: Sized = field(init=False)
@@ -407,11 +407,12 @@ class Clipping:
         if mine is not None and not given and self._open(most):
             self.clip = ClipProof(most=float(most), empty=True)
         if mine is not None and len(others) < len(given):  # else another model is clipped
-            joint = None if isinstance(norm, DTensor) else float(norm)
-            self._note(most, joint, beyond=bool(others))
+            joint = norm if isinstance(norm, DTensor) else float(norm)
+            self._note(most, None if isinstance(joint, DTensor) else joint, beyond=bool(others))
             self._norms |= {id(param): joint for param in given}
             held = {key for key, one in mine.items() if one.requires_grad and one.grad is not None}
-            alike = held <= self._norms.keys() and len({self._norms[key] for key in held}) < 2
+            known = {norm for key, norm in self._norms.items() if key in mine}  # of what is stepped already too
+            alike = held <= self._norms.keys() and len(known) < 2
             if self.clip is not None and not alike:
                 self.clip = evolve(self.clip, parts=True)
         return plain(given, most, norm, *args, **kw)

@@ -302,6 +302,22 @@ def stepped_in_the_backward_under_fsdp2(rank: int, world: int) -> Window:
     return Window(model, lambda: loss_of(model, next(micros(1))).backward())
 
 
+def clipped_and_stepped_in_the_backward(rank: int, world: int) -> Window:
+    """Each parameter by a norm of its own, as its gradient is gone when the next one comes."""
+    model = net()
+    fully_shard(model)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def steps(param: Tensor) -> None:
+        nn.utils.clip_grad_norm_([param], 0.01)
+        optimizers[param].step()  # type: ignore[index]  # hooks are given parameters
+        optimizers[param].zero_grad()  # type: ignore[index]
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(steps)
+    return Window(model, lambda: loss_of(model, next(micros(1))).backward())
+
+
 class Shares(Net):
     """Runs one block three times."""
 
@@ -1255,6 +1271,7 @@ RIGHT_UNUSUAL = (
     encoder_of_torch_with_its_own_mask,
     sparse_gradients,
     stepped_in_the_backward_under_fsdp2,
+    clipped_and_stepped_in_the_backward,
     one_block_three_times,
     weights_that_are_lent,
     norms_that_rest_in_the_second_micro_batch,
