@@ -11,7 +11,7 @@ from typing import Any
 from attrs import frozen
 from torch import Size, Tensor
 
-from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.term_texts import Text
 from prepkit.facts.terms import Dropped, HalfMixed
 from prepkit.observe.prepared.around import innermost, is_foreign, known, name_of, nodes_of, parsed

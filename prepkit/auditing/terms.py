@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from prepkit.auditing.given_back import GivenBack
 from prepkit.auditing.leftovers import dropped, half_mixed
-from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
 from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, FlatWay, HalfMixed, OddDivergence, TermFacts
