@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.in_order import is_sorted, read_in_order
-from prepkit.auditing.shapes import SHAPES, all_with_all, meets_all
+from prepkit.auditing.shapes import SHAPES, all_with_all, meant, meets_all
 from prepkit.facts.window import Misgiven
 from prepkit.observe.prepared.around import called_by_program, frames_above
 from prepkit.observe.prepared.instead import around_calls
@@ -162,13 +162,18 @@ class Losses:
         for what, fix in all_with_all(loss) if met else ():
             self._misgiven("loss", what, fix)
 
-    def _meets(self, plain: Any, one: Any, other: Any) -> Any:
+    def _meets(self, plain: Any, *given: Any) -> Any:
         """Of an operation that gives a square, whether it holds each output against all targets."""
-        result = plain(one, other)
-        if type(result) is Tensor and result.grad_fn is not None and result.dim() == 2:
+        if torch._C._get_tracing_state() is not None:  # which calls values what frames that it comes through do
+            return plain(*given)
+        result = plain(*given)
+        if type(result) is Tensor and result.dim() == 2 and result.grad_fn is not None:
             alike = result.shape[0] == result.shape[1] and not torch.compiler.is_compiling()
             if alike and torch._C._functorch.maybe_current_level() is None:
-                self._met = meets_all(one, other, result) or self._met
+                if meets_all(given, result):
+                    self._met = True
+                elif self._met:
+                    meant(given, result)
         return result
 
     def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:

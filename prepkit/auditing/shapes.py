@@ -129,18 +129,21 @@ def was_padded(tensor: Tensor) -> bool:
 # --- each sample against all ---
 
 
-def meets_all(one: Any, other: Any, result: Tensor) -> bool:
-    """Mark what has made a square where it holds each output against all; it is meant where it meets another square."""
-    if what := _outer(one, other):
+def meets_all(given: Sequence[Any], result: Tensor) -> bool:
+    """Mark what has made a square where it holds each output against all targets, and return whether it does."""
+    if what := _outer(*given):
         node: Any = result.grad_fn
         node.metadata[MARK] = f"{what} meet in {line_of_program(frames_above(__file__))}", len(result)
-        return True
-    for each, beside in ((one, other), (other, one)):
+    return bool(what)
+
+
+def meant(given: Sequence[Any], result: Tensor) -> None:
+    """Take the mark from what meets constants that are a square themselves, such as a mask of pairs or a spectrum."""
+    for each, beside in zip(given, reversed(given), strict=True):
         pairs = isinstance(beside, Tensor) and not beside.requires_grad and beside.shape == result.shape
         if pairs and isinstance(each, Tensor) and each.grad_fn is not None:
             for node in _near(each.grad_fn, NEAR, _measures):
                 node.metadata.pop(MARK, None)
-    return False
 
 
 def all_with_all(loss: Any) -> Iterator[tuple[str, str]]:
@@ -158,14 +161,14 @@ def _outer(one: Any, other: Any) -> str:
 
     Not where somebody has written a column or a row, where numbers are as far apart as levels are, or all the same.
     """
-    if not all(type(each) is Tensor and 1 <= each.dim() <= 2 for each in (one, other)):
+    if not (type(one) is type(other) is Tensor and {one.dim(), other.dim()} == {1, 2}):
         return ""
     outputs, targets = (one, other) if one.requires_grad else (other, one)
     count = len(one)
     if targets.requires_grad or {tuple(one.shape), tuple(other.shape)} != {(count,), (count, 1)} or count < FEWEST:
         return ""
     written = targets.dim() == 2 and targets._base is not None and targets._base.dim() < 2
-    if written or not _is_of_layer(outputs) or targets.is_complex():
+    if written or outputs.grad_fn is None or not _is_of_layer(outputs) or targets.is_complex():
         return ""
     steps = targets.detach().float().flatten().diff()
     spaced = float((steps - steps[0]).abs().max()) <= EQUAL * float(steps[0].abs())

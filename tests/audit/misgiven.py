@@ -84,6 +84,12 @@ def by_a_normal(outputs: Tensor, targets: Tensor) -> Tensor:
     return -Normal(outputs, 1.0).log_prob(targets).mean()
 
 
+def beside_a_leaf(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Numbers that are of no layer."""
+    leaf = torch.zeros(BATCH, 1, requires_grad=True)
+    return (leaf - targets).square().mean() + fn.mse_loss(outputs, targets[:, None])
+
+
 def bits_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
     said = outputs.sigmoid()
     return -(targets * said.log() + (1 - targets) * (1 - said).log()).mean()
@@ -232,9 +238,28 @@ def average_that_drops(rank: int, world: int) -> None:
         taken(model, optimizer, loss)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+        self.register_buffer("part", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part * x + self.weight / 2 - x)
+
+
+def traced_beside(rank: int, world: int) -> None:
+    """What is traced twice, and compared by the names of what frames hold."""
+    model = nn.Linear(6, 5)
+    traced = torch.jit.trace(Scaled(), torch.zeros(3, 6))  # type: ignore[no-untyped-call]
+    data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
+    for x, y in DataLoader(data, batch_size=BATCH, shuffle=True):
+        taken(model, adam(model), fn.cross_entropy(model(traced(x)), y))
+
+
 RIGHT_LOSSES: tuple[Loop, ...] = (
     *map(Loop, (samples_of_their_own_seeds, samples_without_a_seed, split_once, validated_on_all, ticked_by_pass)),
-    *map(Loop, (teacher_at_rest, average_that_drops)),
+    *map(Loop, (teacher_at_rest, average_that_drops, traced_beside)),
     *(
         Loop(program(name, targets, loss, width))
         for name, targets, loss, width in (
@@ -259,6 +284,7 @@ RIGHT_LOSSES: tuple[Loop, ...] = (
             ("all_pairs_of_columns", drawn("normal", 4 * BATCH, 1), lambda o, t: ((o - t.T) ** 2).mean(), 1),
             ("all_pairs_unsqueezed", drawn("normal", 4 * BATCH), lambda o, t: ((o[:, 0][:, None] - t) ** 2).mean(), 1),
             ("all_pairs_of_outputs", COUNTS, lambda o, t: (o - o[:, 0]).square().mean() + (o - t).abs().mean(), 1),
+            ("all_pairs_with_a_leaf", drawn("normal", 4 * BATCH), beside_a_leaf, 1),
             ("all_pairs_in_a_kernel", drawn("normal", 4 * BATCH), lambda o, t: (-((o - t) ** 2)).exp().mean(), 1),
             ("all_pairs_weighed", drawn("normal", 4 * BATCH), lambda o, t: ((o - t) * (t[:, None] > t)).mean(), 1),
             ("diagonal_of_all_pairs", drawn("normal", 4 * BATCH), lambda o, t: (o - t).diagonal().square().mean(), 1),
