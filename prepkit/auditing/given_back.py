@@ -80,7 +80,8 @@ class TermOf:
 
     def is_at(self, node: Any) -> bool:
         """Return whether this node has computed it."""
-        return node.metadata.get(MARK) is self.mark() is not None
+        mark = self.mark()
+        return mark is not None and node.metadata.get(MARK) is mark
 
 
 @define(eq=False)

@@ -16,8 +16,8 @@ from torch.autograd import grad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from prepkit.auditing.given_back import GivenBack, TermOf
-from prepkit.auditing.leftovers import dropped, half_mixed
+from prepkit.auditing.given_back import GivenBack
+from prepkit.auditing.leftovers import dropped, half_mixed, overwritten
 from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
@@ -31,9 +31,7 @@ from prepkit.facts.terms import (
     Overwritten,
     TermFacts,
 )
-from prepkit.objects.alive import alive
 from prepkit.objects.local_part import local
-from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.ranks.world import world
@@ -142,7 +140,7 @@ class Terms:
             if is_new and type(loss) is Tensor and loss.numel() == 1 and loss.grad_fn is not None:
                 self._lines.add(line)
                 self._looks(loss, line)
-                self.overwritten |= dict.fromkeys(_overwritten(loss, [*self.given_back.terms()]))
+                self.overwritten |= dict.fromkeys(overwritten(loss, [*self.given_back.terms()]))
             self.given_back.ends()
         return plain(tensors, *given, **named)
 
@@ -338,58 +336,6 @@ def _leaves(node: Any) -> set[int]:
     """The parameters that a graph leads to; nothing where it leads to other tensors too, such as coordinates."""
     leaves = [one.variable for one in graph(node) if hasattr(one, "variable")]
     return {id(one) for one in leaves} if all(isinstance(one, nn.Parameter) for one in leaves) else set()
-
-
-# --- terms of which the last is left ---
-
-
-def _overwritten(loss: Tensor, each: list[tuple[str, list[TermOf]]]) -> Iterator[Overwritten]:
-    """Yield what modules of a class gave under one name, where that of the last is added to a loss, and no other lives.
-
-    Who holds one of the others may use it yet.
-    """
-    told: set[int] = set()
-    for method, terms in each:
-        *before, last = terms
-        modules = [module for one in terms if (module := one.module()) is not None]
-        mark, left = last.mark(), any(one.mark() is not None for one in before)
-        if mark is None or left or id(mark) in told or len(modules) < len(terms):
-            continue
-        name = last.names() if any(map(last.is_at, _added_up(loss.grad_fn))) else ""
-        alike = name and all(one.names() == name for one in before)
-        if alike and (model := _model_of(modules)) is not None:
-            told.add(id(mark))
-            paths = {id(one): path for path, one in model.named_modules()}
-            yield Overwritten(
-                line=last.line,
-                model=type(model).__name__,
-                kind=type(modules[-1]).__name__,
-                method=method,
-                name=name,
-                before=tuple(paths[id(one)] for one in modules[:-1]),
-                last=paths[id(modules[-1])],
-                shape=last.shape,
-            )
-
-
-def _added_up(node: Any) -> Iterator[Any]:
-    """Yield the nodes of a loss that it is a sum of, whatever they are multiplied by."""
-    waiting, seen = [node], {node}
-    while waiting and len(seen) < MOST_NODES:
-        node = waiting.pop()
-        yield node
-        name, before = name_of(node), list(dict.fromkeys(taken_from(node)))
-        if name in LINEAR or name == "Expand" or (name in ("Mul", "Div") and len(taken_from(node)) == 1):
-            waiting += [one for one in before if one not in seen]
-            seen |= {*before}
-
-
-def _model_of(modules: list[nn.Module]) -> nn.Module | None:
-    """The largest model that has all of these; None: they are in none together."""
-    wanted = {id(one) for one in modules}
-    parts = ((one, {id(part) for part in one.modules()}) for one in alive(nn.Module))
-    holding = [(len(inside), one) for one, inside in parts if wanted <= inside]
-    return unwrap_root(max(holding, key=lambda one: one[0])[1])[-1] if holding else None
 
 
 # --- a choice among what is masked ---
