@@ -311,8 +311,8 @@ def _line_of_call() -> str:
     return "" if ROUND.search(text) else line_of_program([frame])
 
 
-TORCH_CALLS = ("_tensor.py", "overrides.py")
-"""Files of torch's through which operators are called."""
+TORCH_CALLS = ("_tensor.py", "overrides.py", "losses.py")
+"""Files of torch's, and of what listens, through which operators are called."""
 
 
 # --- settings of a data set that several parts hold ---

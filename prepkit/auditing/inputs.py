@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from prepkit.auditing.asking import tensors
 from prepkit.auditing.carried import shuffles_by
 from prepkit.auditing.fetches import Fetches, SharedSettings
-from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
 from prepkit.observe.prepared.around import frames_above, line_of_program, nodes_of, own_frames, parsed

@@ -1,4 +1,4 @@
-"""What a step computes and leaves: results that nobody reads, and labels of samples that were mixed with others."""
+"""What a step computes and leaves: results that nobody reads or that are written over, and labels of mixed samples."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from types import FunctionType
 from typing import Any
 
 from attrs import frozen
-from torch import Size, Tensor
+from torch import Size, Tensor, nn
 
-from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.given_back import TermOf
+from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.term_texts import Text
-from prepkit.facts.terms import Dropped, HalfMixed
+from prepkit.facts.terms import Dropped, HalfMixed, Overwritten
+from prepkit.objects.alive import alive
+from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import innermost, is_foreign, known, name_of, nodes_of, parsed
 
 Graph = Callable[[Any], list[Any]]
@@ -158,6 +161,47 @@ def _are_weights(each: list[Any], shapes: list[tuple[int, ...]]) -> bool:
     if not all(isinstance(one, Tensor) and one.grad_fn is not None for one in each):
         return False
     return sorted(tuple(one.shape) for one in each) == shapes
+
+
+# --- terms of which the last is left ---
+
+
+def overwritten(loss: Tensor, each: list[tuple[str, list[TermOf]]]) -> Iterator[Overwritten]:
+    """Yield what modules of a class gave under one name, where that of the last is added to a loss, and no other lives.
+
+    Who holds one of the others may use it yet.
+    """
+    told: set[int] = set()
+    for method, terms in each:
+        *before, last = terms
+        modules = [module for one in terms if (module := one.module()) is not None]
+        mark, left = last.mark(), any(one.mark() is not None for one in before)
+        if mark is None or left or id(mark) in told or len(modules) < len(terms):
+            continue
+        name = last.names() if any(map(last.is_at, _summed(loss.grad_fn))) else ""
+        alike = name and all(one.names() == name for one in before)
+        if alike and (model := _model_of(modules)) is not None:
+            told.add(id(mark))
+            paths = {id(one): path for path, one in model.named_modules()}
+            yield Overwritten(
+                line=last.line,
+                model=type(model).__name__,
+                kind=type(modules[-1]).__name__,
+                method=method,
+                name=name,
+                before=tuple(paths[id(one)] for one in modules[:-1]),
+                last=paths[id(modules[-1])],
+                shape=last.shape,
+            )
+
+
+def _model_of(modules: list[nn.Module]) -> nn.Module | None:
+    """What the largest model that has all of these wraps; None: they are in none together."""
+    wanted = {id(one) for one in modules}
+    parts = ((one, {id(part) for part in one.modules()}) for one in alive(nn.Module))
+    holding = [(len(inside), one) for one, inside in parts if wanted <= inside]
+    whole = unwrap_root(max(holding, key=lambda one: one[0])[1]) if holding else ()
+    return next((one for one in reversed(whole) if wanted <= {id(part) for part in one.modules()}), None)
 
 
 # --- samples that were mixed ---

@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.in_order import is_sorted, read_in_order
+from prepkit.auditing.shapes import SHAPES, all_with_all, meant, meets_all
 from prepkit.facts.window import Misgiven
 from prepkit.observe.prepared.around import called_by_program, frames_above
 from prepkit.observe.prepared.instead import around_calls
@@ -27,11 +28,6 @@ SQUASHED = {
     "binary_cross_entropy_with_logits": ("Sigmoid", "Softmax"),
 }
 """Losses of ``torch.nn.functional``, and what they must not be given."""
-SHAPES = frozenset(
-    {"View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone"}
-    | {"T", "Select", "Slice", "Index", "AsStrided", "Contiguous"}
-)
-"""Operations that change no value."""
 BOUNDS = {"Sigmoid": (0.0, 1.0), "Softmax": (0.0, 1.0), "Tanh": (-1.0, 1.0), "Relu": (0.0, float("inf"))}
 """The range of what an operation computes."""
 DIFFERENCES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
@@ -54,8 +50,8 @@ FEW = 16
 """Those that are not where samples lie class by class, and are read so."""
 SMOOTH = 0.5
 """How far labels are moved on purpose, as those of a discriminator are."""
-DEEP = 8
-"""Nodes of a graph behind a loss in which a difference is looked for."""
+MEETS = ("__add__", "__sub__", "__mul__", "__truediv__")
+"""Operations in which two tensors may meet as all pairs."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -81,6 +77,8 @@ class Losses:
     _noise: list[tuple[weakref.ref[Tensor], int]] = field(factory=list)
     """What was drawn since the last backward, and how many models had been called before."""
     _calls: int = 0
+    _met: bool = False
+    """Whether outputs were held against all targets since the last backward."""
     _totals: dict[tuple[float, float], float] = field(factory=lambda: defaultdict(float))
     """What the targets of a sample sum to, over all divergences of the same outputs, as from parts of a mixture."""
     _classes: tuple[int | None, int] = (None, 0)
@@ -94,6 +92,8 @@ class Losses:
                 stack.enter_context(around_calls(nn.functional, name, partial(self._hears, name)))
             for name in ("randn_like", "rand_like", "randn", "rand"):
                 stack.enter_context(around_calls(torch, name, self._draws))
+            for name in MEETS:
+                stack.enter_context(around_calls(Tensor, name, self._meets))
             for home, name in ((nn.functional, "softmax"), (torch, "softmax"), (Tensor, "softmax")):
                 stack.enter_context(around_calls(home, name, self._softmax))
             yield
@@ -158,8 +158,23 @@ class Losses:
     def backward(self, loss: Any) -> None:
         """Hears of what goes backward, be it computed by a loss of torch's or by hand."""
         self._noise = []
-        if (shape := _spread(loss)) is not None:
-            self._misgiven("loss", f"what compares each of {shape[0]} outputs with all {shape[1]} targets", _SHAPE)
+        met, self._met = self._met, False
+        for what, fix in all_with_all(loss) if met else ():
+            self._misgiven("loss", what, fix)
+
+    def _meets(self, plain: Any, *given: Any) -> Any:
+        """Of an operation that gives a square, whether it holds each output against all targets."""
+        if torch._C._get_tracing_state() is not None:  # which calls values what frames that it comes through do
+            return plain(*given)
+        result = plain(*given)
+        if type(result) is Tensor and result.dim() == 2 and result.grad_fn is not None:
+            alike = result.shape[0] == result.shape[1] and not torch.compiler.is_compiling()
+            if alike and torch._C._functorch.maybe_current_level() is None:
+                if meets_all(given, result):
+                    self._met = True
+                elif self._met:
+                    meant(given, result)
+        return result
 
     def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         inside = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
@@ -381,28 +396,6 @@ def _before(values: Any) -> str:
             return name
         node = node.next_functions[0][0]
     return ""
-
-
-def _spread(loss: Any) -> tuple[int, int] | None:
-    """How many outputs were subtracted from how many constants, each from all; None: nothing like that was."""
-    node: Any = getattr(loss, "grad_fn", None)
-    for _ in range(DEEP):
-        if node is None:
-            return None
-        inside = [one for one, _ in node.next_functions]
-        if type(node).__name__ in ("SubBackward0", "RsubBackward1") and inside.count(None) == 1:
-            (outputs,) = (one for one in inside if one is not None)
-            here, there = (_shape(one) for one in (node, outputs))
-            if here and there and len(here) == len(there) == 2 and there[1] == 1 < here[0] == there[0] == here[1]:
-                return there[0], here[1]
-            return None
-        node = next((one for one in inside if one is not None), None)
-    return None
-
-
-def _shape(node: Any) -> tuple[int, ...]:
-    """Of what a node of a graph has computed."""
-    return tuple(node._input_metadata[0].shape)
 
 
 MOST_NODES = 64

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.terms import ASKS, graph, name_of, taken_from
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls

@@ -1,22 +1,44 @@
-"""Whether a change of a tensor's shape only gives its sizes another order, as a permutation does that was meant."""
+"""Whether a change of a shape only gives its sizes another order, as a permutation does, and whether two make pairs."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, permutations
 from math import prod
 from types import FrameType
+from typing import Any
 
 from torch import Tensor
 
-from prepkit.observe.prepared.around import name_of, nodes_of, parsed
+from prepkit.observe.prepared.around import frames_above, line_of_program, name_of, nodes_of, parsed
 
+SHAPES = frozenset(
+    {"View", "ReshapeAlias", "UnsafeView", "Transpose", "Permute", "ToCopy", "Squeeze", "Unsqueeze", "Alias", "Clone"}
+    | {"T", "Select", "Slice", "Index", "AsStrided", "Contiguous"}
+)
+"""Operations that change no value."""
 MOST_DIMS = 6
 """Of tensors with more nothing is told."""
 MADE = frozenset({"rand", "randn", "randint", "arange", "zeros", "ones", "empty", "full", "linspace", "tensor"})
 """Functions whose values are only being made, and have no order yet."""
+
+FEWEST = 4
+"""Samples that meet; of fewer, other dimensions are as long by chance."""
+DEEP, NEAR = 256, 16
+"""Nodes behind a loss, or behind what meets, that are looked at."""
+EQUAL = 1e-3
+"""How far levels may be off, as a part of the steps between them."""
+MARK = "prepkit.all-with-all"
+LAYERS = frozenset(
+    {"Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Convolution", "Embedding", "MkldnnRnnLayer", "CudnnRnn"}
+)
+COLUMNS = LAYERS | {"Slice", "Split", "SplitWithSizes", "Gather", "Cat", "Index", "IndexSelect"}
+"""What gives a column of its own accord."""
+MEASURES = frozenset({"Mean", "Sum", "Pow", "Abs", "Sqrt", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Clamp"} | SHAPES)
+MEASURES |= {"Minimum", "Maximum", "Expand"}
+"""What stands between a loss and what it measures; what is done to pairs on purpose, as in a kernel, is not in it."""
 
 
 @lru_cache(maxsize=1024)
@@ -102,3 +124,94 @@ def was_padded(tensor: Tensor) -> bool:
         return True
     inputs = tensor.grad_fn.next_functions if tensor.grad_fn is not None else ()
     return name.startswith("Cat") and any(one is None for one, _ in inputs)
+
+
+# --- each sample against all ---
+
+
+def meets_all(given: Sequence[Any], result: Tensor) -> bool:
+    """Mark what has made a square where it holds each output against all targets, and return whether it does."""
+    if what := _outer(*given):
+        node: Any = result.grad_fn
+        node.metadata[MARK] = f"{what} meet in {line_of_program(frames_above(__file__))}", len(result)
+    return bool(what)
+
+
+def meant(given: Sequence[Any], result: Tensor) -> None:
+    """Take the mark from what meets constants that are a square themselves, such as a mask of pairs or a spectrum."""
+    for each, beside in zip(given, reversed(given), strict=True):
+        pairs = isinstance(beside, Tensor) and not beside.requires_grad and beside.shape == result.shape
+        if pairs and isinstance(each, Tensor) and each.grad_fn is not None:
+            for node in _near(each.grad_fn, NEAR, _measures):
+                node.metadata.pop(MARK, None)
+
+
+def all_with_all(loss: Any) -> Iterator[tuple[str, str]]:
+    """Yield what a loss measures that was marked so, and what to do."""
+    node = getattr(loss, "grad_fn", None)
+    for one in () if node is None else _near(node, DEEP, _measures):
+        if (marked := one.metadata.get(MARK)) is not None:
+            what, count = marked
+            fix = f"Give both one shape: squeeze(-1) what is [{count}, 1]."
+            yield f"what compares each of {count} outputs with all {count} targets: {what}", fix
+
+
+def _outer(one: Any, other: Any) -> str:
+    """What two tensors are that meet as (N,) and (N, 1), one from a layer, the other without a graph; empty: no such.
+
+    Not where somebody has written a column or a row, where numbers are as far apart as levels are, or all the same.
+    """
+    if not (type(one) is type(other) is Tensor and {one.dim(), other.dim()} == {1, 2}):
+        return ""
+    outputs, targets = (one, other) if one.requires_grad else (other, one)
+    count = len(one)
+    if targets.requires_grad or {tuple(one.shape), tuple(other.shape)} != {(count,), (count, 1)} or count < FEWEST:
+        return ""
+    written = targets.dim() == 2 and targets._base is not None and targets._base.dim() < 2
+    if written or outputs.grad_fn is None or not _is_of_layer(outputs) or targets.is_complex():
+        return ""
+    steps = targets.detach().float().flatten().diff()
+    spaced = float((steps - steps[0]).abs().max()) <= EQUAL * float(steps[0].abs())
+    return "" if spaced else f"outputs of {[*outputs.shape]} and constants of {[*targets.shape]}"
+
+
+def _is_of_layer(outputs: Tensor) -> bool:
+    """Return whether these are of a layer, and have been given the shape of a column by nobody behind it."""
+    node: Any = outputs.grad_fn
+    if outputs.dim() == 2:
+        while (before := _past(node)) is not None and _shape(before) == tuple(outputs.shape):
+            node = before
+        name, known = _name(node), () if before is None else _shape(before)
+        if name not in COLUMNS and not (name in SHAPES and len(known) > 2 and known[0] == len(outputs)):
+            return False
+    return any(_name(one) in LAYERS for one in _near(node, NEAR, lambda _: True))
+
+
+def _near(node: Any, most: int, passes: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield nodes of a graph from the top, so many, and what lies behind those that are passed."""
+    waiting, known = [node], {node}
+    while waiting and len(known) <= most:
+        one = waiting.pop(0)
+        yield one
+        after = [each for each, _ in one.next_functions if each is not None and each not in known]
+        waiting += after if passes(one) else []
+        known |= {*after}
+
+
+def _measures(node: Any) -> bool:
+    """Return whether a node only adds up what it is given, or how far that is from something."""
+    return _name(node) in MEASURES
+
+
+def _name(node: Any) -> str:
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _past(node: Any) -> Any:
+    """What a node was given first that has a graph and a known shape; None: nothing."""
+    return next((one for one, _ in node.next_functions if one is not None and hasattr(one, "_input_metadata")), None)
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Of what a node of a graph has computed."""
+    return tuple(node._input_metadata[0].shape)

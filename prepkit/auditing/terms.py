@@ -17,11 +17,20 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from prepkit.auditing.given_back import GivenBack
-from prepkit.auditing.leftovers import dropped, half_mixed
-from prepkit.auditing.losses import SHAPES
+from prepkit.auditing.leftovers import dropped, half_mixed, overwritten
+from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
-from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, FlatWay, HalfMixed, OddDivergence, TermFacts
+from prepkit.facts.terms import (
+    Cancelled,
+    ConstantTerm,
+    Dropped,
+    FlatWay,
+    HalfMixed,
+    OddDivergence,
+    Overwritten,
+    TermFacts,
+)
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
@@ -80,6 +89,7 @@ class Terms:
     undone: dict[tuple[str, tuple[int, ...]], None] = field(factory=dict)
     dropped: dict[Dropped, None] = field(factory=dict)
     half_mixed: dict[HalfMixed, None] = field(factory=dict)
+    overwritten: dict[Overwritten, None] = field(factory=dict)
     _flat: dict[tuple[str, str], list[weakref.ref[Tensor]]] = field(factory=dict)
     """Lines that go backward, and steps that have no slope, with the weights to which no other way leads."""
 
@@ -105,6 +115,7 @@ class Terms:
             undone=tuple(self.undone),
             dropped=tuple(self.dropped),
             half_mixed=tuple(self.half_mixed),
+            overwritten=tuple(self.overwritten),
         )
 
     def _resting(self, first: Mapping[int, str]) -> Iterator[FlatWay]:
@@ -129,6 +140,7 @@ class Terms:
             if is_new and type(loss) is Tensor and loss.numel() == 1 and loss.grad_fn is not None:
                 self._lines.add(line)
                 self._looks(loss, line)
+                self.overwritten |= dict.fromkeys(overwritten(loss, [*self.given_back.terms()]))
             self.given_back.ends()
         return plain(tensors, *given, **named)
 

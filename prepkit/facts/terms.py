@@ -78,6 +78,25 @@ class FlatWay:
 
 
 @frozen(kw_only=True)
+class Overwritten:
+    """What each of several modules gives for a loss that contains that of the last alone."""
+
+    line: str
+    """Where the last was called."""
+    model: str
+    """Class of what they are in."""
+    kind: str
+    """Their class."""
+    method: str
+    name: str
+    """What the statement binds by which each is called."""
+    before: tuple[str, ...]
+    """Paths of those whose terms are lost, in order of their calls."""
+    last: str
+    shape: tuple[int, ...]
+
+
+@frozen(kw_only=True)
 class TermFacts:
     """What the terms of a loss are, and what they train."""
 
@@ -93,3 +112,4 @@ class TermFacts:
     dropped: tuple[Dropped, ...] = ()
     half_mixed: tuple[HalfMixed, ...] = ()
     flat: tuple[FlatWay, ...] = ()
+    overwritten: tuple[Overwritten, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
 from torch.nn import functional as fn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler, random_split
 
@@ -54,6 +55,7 @@ CLASSES = torch.arange(4 * BATCH) % 5
 HOT = fn.one_hot(CLASSES, 5).float()
 COUNTS = torch.arange(4 * BATCH).float()[:, None] % 7
 SIGNS = drawn("bits", 4 * BATCH, 1) * 2 - 1
+TEMPLATE, SPECTRA = drawn("uniform", BATCH), drawn("normal", 4 * BATCH, BATCH)
 WORDS = (torch.arange(4 * BATCH)[:, None] + torch.arange(3)) % 4 + 1
 
 
@@ -69,6 +71,39 @@ def aligned(normal: bool, blank: int = 0) -> Loss:
 def ranked(outputs: Tensor, targets: Tensor) -> Tensor:
     """Every sample against every other."""
     return fn.softplus(-(outputs - outputs.T) * (targets - targets.T)).mean()
+
+
+def among_terms(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A loss of three terms, of which the second holds each output against all targets."""
+    advantage = targets - outputs
+    gain = (outputs.tanh()[:, 0] * advantage.detach().mean(1)).mean()
+    return 0.1 * outputs.abs().mean() + 0.5 * advantage.pow(2).mean() - gain
+
+
+def by_a_normal(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -Normal(outputs, 1.0).log_prob(targets).mean()
+
+
+def beside_a_leaf(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Numbers that are of no layer."""
+    leaf = torch.zeros(BATCH, 1, requires_grad=True)
+    return (leaf - targets).square().mean() + fn.mse_loss(outputs, targets[:, None])
+
+
+def bits_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+    said = outputs.sigmoid()
+    return -(targets * said.log() + (1 - targets) * (1 - said).log()).mean()
+
+
+def chosen(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each value of an action against all returns."""
+    return (outputs.gather(1, torch.zeros(len(outputs), 1).long()) - targets).abs().mean()
+
+
+def weighed(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each log-probability times all advantages, of which one is clipped."""
+    ratio = (outputs.log_softmax(1)[:, 0] + 1.6).exp()
+    return -torch.min(ratio * targets, ratio.clamp(0.9, 1.1) * targets).mean()
 
 
 def hot_but_masked(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -203,9 +238,28 @@ def average_that_drops(rank: int, world: int) -> None:
         taken(model, optimizer, loss)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.ones(6)), nn.Linear(6, 6)
+        self.register_buffer("part", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.part * x + self.weight / 2 - x)
+
+
+def traced_beside(rank: int, world: int) -> None:
+    """What is traced twice, and compared by the names of what frames hold."""
+    model = nn.Linear(6, 5)
+    traced = torch.jit.trace(Scaled(), torch.zeros(3, 6))  # type: ignore[no-untyped-call]
+    data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
+    for x, y in DataLoader(data, batch_size=BATCH, shuffle=True):
+        taken(model, adam(model), fn.cross_entropy(model(traced(x)), y))
+
+
 RIGHT_LOSSES: tuple[Loop, ...] = (
     *map(Loop, (samples_of_their_own_seeds, samples_without_a_seed, split_once, validated_on_all, ticked_by_pass)),
-    *map(Loop, (teacher_at_rest, average_that_drops)),
+    *map(Loop, (teacher_at_rest, average_that_drops, traced_beside)),
     *(
         Loop(program(name, targets, loss, width))
         for name, targets, loss, width in (
@@ -226,6 +280,23 @@ RIGHT_LOSSES: tuple[Loop, ...] = (
             ("alignment", WORDS, aligned(normal=True), 5),
             ("alignment_with_its_blank_last", WORDS - 1, aligned(normal=True, blank=4), 5),
             ("all_pairs", drawn("normal", 4 * BATCH, 1), ranked, 1),
+            ("all_pairs_written_out", drawn("normal", 4 * BATCH), lambda o, t: ((o - t[None]) ** 2).mean(), 1),
+            ("all_pairs_of_columns", drawn("normal", 4 * BATCH, 1), lambda o, t: ((o - t.T) ** 2).mean(), 1),
+            ("all_pairs_unsqueezed", drawn("normal", 4 * BATCH), lambda o, t: ((o[:, 0][:, None] - t) ** 2).mean(), 1),
+            ("all_pairs_of_outputs", COUNTS, lambda o, t: (o - o[:, 0]).square().mean() + (o - t).abs().mean(), 1),
+            ("all_pairs_with_a_leaf", drawn("normal", 4 * BATCH), beside_a_leaf, 1),
+            ("all_pairs_in_a_kernel", drawn("normal", 4 * BATCH), lambda o, t: (-((o - t) ** 2)).exp().mean(), 1),
+            ("all_pairs_weighed", drawn("normal", 4 * BATCH), lambda o, t: ((o - t) * (t[:, None] > t)).mean(), 1),
+            ("diagonal_of_all_pairs", drawn("normal", 4 * BATCH), lambda o, t: (o - t).diagonal().square().mean(), 1),
+            ("levels_as_many_as_samples", COUNTS, lambda o, t: (o - torch.linspace(-1, 1, BATCH)).abs().mean(), 1),
+            ("spectra_as_long_as_batches", SPECTRA, lambda o, t: (o * TEMPLATE + TEMPLATE - t).square().mean(), 1),
+            ("features_as_many_as_samples", COUNTS, lambda o, t: (o * TEMPLATE).sin().mean(), 1),
+            (
+                "labels_that_are_all_one",
+                drawn("normal", 4 * BATCH),
+                lambda o, t: (o - torch.ones(BATCH)).abs().mean(),
+                1,
+            ),
             ("each_with_one_target", drawn("normal", 4 * BATCH, 1), judge_of_a_scalar, 1),
             ("range_of_a_sigmoid", drawn("uniform", 4 * BATCH, 1), lambda o, t: fn.mse_loss(o.sigmoid(), t), 1),
             ("rate_of_a_tanh", SIGNS, lambda o, t: fn.mse_loss(o.tanh(), t), 1),
@@ -265,6 +336,16 @@ MISGIVEN: tuple[Loop, ...] = (
             ("exponential_twice", COUNTS, lambda o, t: fn.poisson_nll_loss(o.exp(), t), 1),
             ("all_with_all", drawn("normal", 4 * BATCH), by("mse_loss"), 1),
             ("all_with_all_by_hand", drawn("normal", 4 * BATCH), lambda o, t: ((o - t) ** 2).mean(), 1),
+            ("all_with_all_among_terms", drawn("normal", 4 * BATCH), among_terms, 1),
+            (
+                "all_with_all_of_a_normal",
+                drawn("normal", 4 * BATCH),
+                lambda o, t: -Normal(o, 1.0).log_prob(t).mean(),
+                1,
+            ),
+            ("all_with_all_bits", drawn("bits", 4 * BATCH), bits_by_hand, 1),
+            ("all_with_all_chosen", drawn("normal", 4 * BATCH), chosen, 5),
+            ("all_with_all_advantages", drawn("normal", 4 * BATCH, 1), weighed, 5),
         )
     ),
     *(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -380,7 +381,228 @@ def lightning_with_half_of_a_mix(rank: int, world: int) -> None:
     by_lightning(half_of_a_mix)
 
 
+# --- what each of several modules adds ---
+
+
+class Coupling(nn.Module):
+    """Turns one half by the other; gives what becomes of it, and its log-determinant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Linear(WIDE // 2, WIDE // 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        kept, moved = x.chunk(2, 1)
+        log = self.scale(kept).tanh()
+        return torch.cat([moved * log.exp(), kept], 1), log.sum(1)
+
+
+class Gated(Coupling):
+    """Gives the loss of its gate beside it by name, of one number."""
+
+    def forward(self, x: Tensor) -> Any:
+        moved, log = super().forward(x)
+        return {"hidden": moved, "aux": log.square().mean()}
+
+
+class Bayesian(Coupling):
+    """Says of itself how far it is from its prior."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)[0]
+
+    def far(self) -> Tensor:
+        return self.scale.weight.square().sum()
+
+
+class Guessing(Coupling):
+    """Gives a guess for each sample beside it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        moved, log = super().forward(x)
+        return moved, log[:, None] * moved[:, :1]
+
+
+class Stacked(nn.Module):
+    """Several layers of a class, and what is made of them."""
+
+    def __init__(self, kind: type[nn.Module], told: Callable[[Any, Tensor], Tensor], count: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(kind() for _ in range(count))
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.told(self.layers, x)
+
+
+def stacked(
+    name: str, kind: type[nn.Module], told: Callable[[Any, Tensor], Tensor], rule: str = "", *, outside: bool = False
+) -> Loop:
+    """Two steps on what is made of several layers, inside of one call of their model or outside of any."""
+
+    def run(rank: int, world: int) -> None:
+        model = Stacked(kind, told)
+        optimizer = adam(model)
+        for _ in range(2):
+            x = torch.randn(BATCH, WIDE)
+            loss = told(model.layers, x) if outside else model(x)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    run.__name__ = name
+    return Loop(run, rule=rule)
+
+
+def likelihood_of_the_last(layers: Any, x: Tensor) -> Tensor:
+    log_det = torch.zeros(len(x))
+    for layer in layers:
+        x, log_det = layer(x)
+    return -(log_det - 0.5 * x.square().sum(1)).mean()
+
+
+def likelihood_of_all(layers: Any, x: Tensor) -> Tensor:
+    log_det = torch.zeros(len(x))
+    for layer in layers:
+        x, one = layer(x)
+        log_det = log_det + one
+    return -(log_det - 0.5 * x.square().sum(1)).mean()
+
+
+def likelihood_of_a_list(layers: Any, x: Tensor) -> Tensor:
+    every = []
+    for layer in layers:
+        x, one = layer(x)
+        every.append(one)
+    return -(torch.stack(every).sum(0) - 0.5 * x.square().sum(1)).mean()
+
+
+def gates_of_the_last(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x, aux = layer(x).values()
+    return x.square().mean() + 0.01 * aux
+
+
+def gates_of_all(layers: Any, x: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for layer in layers:
+        x, aux = layer(x).values()
+        total += aux
+    return x.square().mean() + 0.01 * total / len(layers)
+
+
+def gates_for_a_log(layers: Any, x: Tensor) -> Tensor:
+    """None of them is in the loss."""
+    for layer in layers:
+        x, aux = layer(x).values()
+    assert aux.item() >= 0
+    return x.square().mean()
+
+
+def gates_kept(layers: Any, x: Tensor, kept: list[Any]) -> Tensor:
+    """Somebody holds all of them, who may use them yet."""
+    kept.clear()
+    for layer in layers:
+        x, aux = layer(x).values()
+        kept.append(aux)
+    return x.square().mean() + 0.01 * aux
+
+
+def gates_of_one_that_is_meant(layers: Any, x: Tensor) -> Tensor:
+    """As of several heads of which one is asked for."""
+    every = [layer(x)["aux"] for layer in layers]
+    chosen = every[-1]
+    del every
+    return x.square().mean() + chosen
+
+
+def gates_by_other_names(layers: Any, x: Tensor) -> Tensor:
+    def both() -> tuple[Tensor, Tensor]:
+        first = layers[0](x)["aux"]
+        second = layers[1](x)["aux"]
+        return first, second
+
+    return x.square().mean() + both()[1]
+
+
+def divergence_of_the_last(layers: Any, x: Tensor) -> Tensor:
+    far = torch.zeros(())
+    for layer in layers:
+        x = layer(x)
+        far = layer.far()
+    return x.square().mean() + 1e-3 * far
+
+
+def divergence_of_all(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x.square().mean() + 1e-3 * sum(layer.far() for layer in layers)
+
+
+def guess_of_the_last(layers: Any, x: Tensor) -> Tensor:
+    """A guess that is held against the truth is no term."""
+    truth = x.sum(1, keepdim=True)
+    for layer in layers:
+        x, guess = layer(x)
+    return fn.mse_loss(guess, truth)
+
+
+def read_to_the_end(layers: Any, x: Tensor) -> Tensor:
+    """One layer again and again, of which the last word counts."""
+    for _ in range(4):
+        x, said = layers[0](x)
+    return x.square().mean() - said.mean()
+
+
+def one_of_two_models(rank: int, world: int) -> None:
+    """Two models of a class of which each gives a loss beside its outputs, taught by each other."""
+    models = [Gated(), Gated()]
+    optimizers = [adam(one) for one in models]
+
+    def learned(own: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+        with_it, beside = other(x)["hidden"].detach(), own(x)
+        return beside["aux"] + fn.mse_loss(beside["hidden"], with_it)
+
+    for _ in range(2):
+        x = torch.randn(BATCH, WIDE)
+        for at, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            learned(models[at], models[1 - at], x).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+HELD: list[Any] = []
+OVERWRITTEN = tuple(
+    stacked(name, kind, told, "run.term-overwritten", outside=outside)
+    for name, kind, told, outside in (
+        ("determinant_of_the_last", Coupling, likelihood_of_the_last, False),
+        ("determinant_of_the_last_outside", Coupling, likelihood_of_the_last, True),
+        ("gate_of_the_last", Gated, gates_of_the_last, False),
+        ("prior_of_the_last", Bayesian, divergence_of_the_last, False),
+    )
+)
+SUMMED = tuple(
+    stacked(name, kind, told, outside=outside)
+    for name, kind, told, outside in (
+        ("determinants_of_all", Coupling, likelihood_of_all, False),
+        ("determinants_of_all_outside", Coupling, likelihood_of_all, True),
+        ("determinants_in_a_list", Coupling, likelihood_of_a_list, False),
+        ("gates_added_up", Gated, gates_of_all, False),
+        ("gates_that_are_looked_at", Gated, gates_for_a_log, False),
+        ("gates_that_are_held", Gated, lambda layers, x: gates_kept(layers, x, HELD), False),
+        ("gates_of_which_one_is_asked_for", Gated, gates_of_one_that_is_meant, False),
+        ("gates_of_two_names", Gated, gates_by_other_names, False),
+        ("priors_of_all", Bayesian, divergence_of_all, False),
+        ("guess_behind_the_last", Guessing, guess_of_the_last, False),
+        ("one_layer_again", Coupling, read_to_the_end, True),
+    )
+)
+
+
 WRONG_SUMS: tuple[Loop, ...] = (
+    *OVERWRITTEN,
     Loop(determinant_dropped, rule="run.result-dropped"),
     Loop(mixed_with_one, rule="run.mixed-half"),
     Loop(lightning_without_determinant, "lightning", rule="run.result-dropped"),
@@ -397,12 +619,13 @@ WRONG_SUMS: tuple[Loop, ...] = (
         for run in (divergence_turned, divergence_of_each_turned, divergence_subtracted)
     ),
 )
-RIGHT_SUMS: tuple[Loop, ...] = tuple(
+RIGHT_SUMS: tuple[Loop, ...] = SUMMED + tuple(
     Loop(run)
     for run in (
         *(penalty_that_trains, running_scale, running_offset, baseline_subtracted, weight_without_a_gradient),
         *(entropy_of_a_teacher, index_straight_through, numbers_for_a_log, multiplier_of_a_constraint),
         *(flows, value_unused, mixed_with_both, lightning_density),
         *(bound_made_a_loss, bound_with_its_own_sign, estimated_from_samples, annealed, penalty_of_a_policy),
+        one_of_two_models,
     )
 )

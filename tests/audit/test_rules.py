@@ -38,7 +38,16 @@ from prepkit.facts.run import (
     WrappedModule,
 )
 from prepkit.facts.shares import ShareFacts
-from prepkit.facts.terms import Cancelled, ConstantTerm, Dropped, FlatWay, HalfMixed, OddDivergence, TermFacts
+from prepkit.facts.terms import (
+    Cancelled,
+    ConstantTerm,
+    Dropped,
+    FlatWay,
+    HalfMixed,
+    OddDivergence,
+    Overwritten,
+    TermFacts,
+)
 from prepkit.facts.values import BeginningFacts, Following, LostSums, Permuted, RepeatedDraws, ValueFacts
 from prepkit.facts.window import CourseFacts, ForwardFacts, Loaded, Misgiven, SamplesMixed, WindowFacts, WorkersAlike
 from prepkit.findings import Finding, Severity
@@ -378,6 +387,25 @@ BROKEN: dict[str, RunFacts] = {
                 dropped=(
                     Dropped(line="train.py:20", name="logdet", shape=(128,)),
                     Dropped(line="train.py:21", name="fast", shape=(), weights=4),
+                )
+            )
+        ),
+    ),
+    "run.term-overwritten": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(
+                overwritten=(
+                    Overwritten(
+                        line="train.py:20",
+                        model="Flow",
+                        kind="Coupling",
+                        method="forward",
+                        name="x, logdet",
+                        before=("layers.0", "layers.1"),
+                        last="layers.2",
+                        shape=(128,),
+                    ),
                 )
             )
         ),

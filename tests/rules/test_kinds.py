@@ -58,7 +58,7 @@ WARNINGS = _ids(
         "schedule-idle ticked-by-pass "
         "loss-divided clipped-late clipped-between slope-zero gathered-apart unwaited loss-kept pairs-misplaced "
         "skip-kept new-tokens-frozen judged-alike average-itself "
-        "average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained",
+        "term-overwritten average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained",
     }
 )
 """What is said, and refuses nothing."""

@@ -84,6 +84,14 @@ def _dropped(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.line, f"{what}: the loss goes without it.")
 
 
+def _overwritten(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).overwritten:
+        shape = f"a tensor of shape {[*one.shape]}" if one.shape else "a number"
+        what = f"{one.kind}.{one.method} of each of {len(one.before) + 1} modules gives {shape} with a graph, bound to"
+        what = f"{what} `{one.name}`, and the loss has that of {one.last} alone: those of {some(one.before)} were"
+        yield Hit(f"{one.model}, {one.line}", f"{what} written over, and train nothing.")
+
+
 def _half_mixed(facts: RunFacts) -> Iterator[Hit]:
     for one in _terms(facts).half_mixed:
         left = f"; `{one.left}` is read by nobody" if one.left else ""
@@ -155,6 +163,16 @@ RULES: tuple[Rule, ...] = (
         fix="Add it to the loss (a log-determinant is subtracted from it), or name it _ where it is not meant to be.",
         severity=Severity.WARNING,
         source=("torch Tensor.backward",),
+    ),
+    Rule(
+        id="run.term-overwritten",
+        summary="What each of several modules adds to a loss is in it.",
+        check=_overwritten,
+        at=(Moment.AUDIT,),
+        fix="Add them up: total = 0 before the loop, in it x, one = layer(x) and total = total + one, and total in the "
+        "loss. Nothing, where that of the last alone is meant.",
+        severity=Severity.WARNING,
+        source=("torch Tensor.backward", "Dinh et al. 2017, Real NVP, equation 6"),
     ),
     Rule(
         id="run.mixed-half",
