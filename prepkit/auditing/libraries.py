@@ -7,7 +7,8 @@ import re
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from prepkit.auditing.of_trainer import dropped_columns, undivided_loss
 from prepkit.auditing.pixels import Pixels
 from prepkit.facts.libraries import LibraryFacts
+from prepkit.objects import zero3
 from prepkit.observe.prepared.around import (
     Line,
     frames_above,
@@ -30,6 +32,8 @@ from prepkit.observe.prepared.around import (
 from prepkit.observe.prepared.instead import around_calls
 
 LOW = (torch.bfloat16, torch.float16)
+BEGINS = ("zeros_", "ones_", "constant_", "normal_", "uniform_", "trunc_normal_")
+"""Functions of ``torch.nn.init`` that say nothing of a tensor without elements."""
 MEANT = re.compile(r"requires_grad|is_trainable|freez|frozen")
 """Words of a program that freezes on purpose."""
 
@@ -45,12 +49,17 @@ class LibraryCalls:
     _casts: bool = False
     """Whether an autocast of low precision was entered."""
 
+    _empty: dict[tuple[str, str], None] = field(factory=dict)
     pixels: Pixels = field(factory=Pixels)
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        with around_calls(torch.autocast, "__enter__", self._enters), self.pixels.on():
+        with ExitStack() as stack:
+            stack.enter_context(around_calls(torch.autocast, "__enter__", self._enters))
+            stack.enter_context(self.pixels.on())
+            for name in BEGINS:
+                stack.enter_context(around_calls(nn.init, name, partial(self._begins, name)))
             yield
 
     def clips(self, params: Iterable[Any]) -> None:
@@ -78,9 +87,15 @@ class LibraryCalls:
             uncast=self._uncast(roots),
             dropped=dropped_columns(),
             undivided=undivided_loss(),
+            begun_empty=tuple(self._empty),
             raw_pixels=tuple(dict.fromkeys(self.pixels.facts(roots))),
             frozen_adapters=tuple(dict.fromkeys(_frozen_adapters(roots))),
         )
+
+    def _begins(self, name: str, plain: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+        if zero3.is_partitioned(tensor) and not tensor.numel():
+            self._empty[name, line_of_program(frames_above(__file__))] = None
+        return plain(tensor, *given, **named)
 
     def _enters(self, plain: Any, context: Any, *given: Any) -> Any:
         if not torch.compiler.is_compiling() and context._enabled and context.fast_dtype in LOW:

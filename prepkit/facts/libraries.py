@@ -23,5 +23,7 @@ class LibraryFacts:
     undivided: tuple[str, str, int] = ("", "", 0)
     """What gives a loss that no Trainer divides (``compute_loss``, ``forward``), its line, and by what it is too
     large."""
+    begun_empty: tuple[tuple[str, str], ...] = ()
+    """Functions of ``torch.nn.init`` that were given a weight which ZeRO-3 has empty, with their lines."""
     raw_pixels: tuple[tuple[str, float], ...] = ()
     """First convolutions that are given whole numbers up to 255, and the largest of them."""

@@ -84,6 +84,8 @@ class PreparedOptimizer:
     """Parameters whose state holds NaN or infinite elements."""
     rates: tuple[float, ...] = ()
     """Learning rate of each group."""
+    idle_decay: float = 0.0
+    """Weight decay of a group that holds nothing, where no group that holds something decays."""
     fresh: bool = False
     """Whether it keeps state from its first step on, and has none."""
     counted: int | None = None

@@ -173,6 +173,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
     "run.missed": with_optimizer(held=NAMES[1:]),
     "run.state-lost": with_optimizer(lost=3),
+    "run.decays-nothing": with_optimizer(idle_decay=0.1),
     "run.rate-zero": with_optimizer(rates=(0.0, 0.0)),
     "run.stepped-twice": evolve(FINE, optimizers=(*FINE.optimizers, PreparedOptimizer(name="SGD", held=NAMES[:1]))),
     "run.no-master-weights": with_params(dtype="float16"),
@@ -519,6 +520,7 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
+    "run.mixes-empty": told(begun_empty=(("zeros_", "train.py:12"),)),
     "run.tie-broken": evolve(
         FINE, window=WindowFacts(untied=(("embed.weight", "head.weight", "load_state_dict(assign=True)"),))
     ),

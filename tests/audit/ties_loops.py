@@ -1,4 +1,4 @@
-"""Programs whose wrappers make two weights of one, their right twins, and teachers in shards."""
+"""Programs whose wrappers make two weights of one, or rows of matrices; their right twins, and teachers in shards."""
 
 from __future__ import annotations
 
@@ -111,14 +111,35 @@ def teacher_in_shards(rank: int, world: int) -> None:
     taken(student, adam(student), fn.mse_loss(student(ids), 2 * goal))
 
 
-WRONG_TIES: tuple[Loop, ...] = tuple(
-    Loop(run, ranks=2, rule="run.tie-broken")
-    for run in (ends_in_units_of_fsdp1, an_end_in_a_unit_of_fsdp1, ends_that_are_cut)
+def decayed_by_dims(*, behind: bool) -> Callable[[int, int], None]:
+    """Matrices decay; their dims are asked ``behind`` the wrapper, or before it."""
+
+    def run(rank: int, world: int) -> None:
+        model = seeded()
+        model.head = nn.Linear(WIDE, WORDS)
+        matrices = {name for name, one in model.named_parameters() if one.dim() > 1}
+        wrapped = flattened(model, lambda _: False, original=True)
+        if behind:
+            matrices = {name for name, one in wrapped.named_parameters() if one.dim() > 1}
+        named = [(name.replace("_fsdp_wrapped_module.", ""), one) for name, one in wrapped.named_parameters()]
+        decayed, others = ([one for name, one in named if (name in matrices) == is_in] for is_in in (True, False))
+        optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others}], weight_decay=0.0)
+        ids = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(rank))
+        taken(wrapped, optimizer, fn.cross_entropy(wrapped(ids).flatten(0, 1), ids.flatten()))
+
+    run.__name__ = f"decayed_by_dims_{'behind' if behind else 'before'}_the_wrapper"
+    return run
+
+
+_PARTED = (ends_in_units_of_fsdp1, an_end_in_a_unit_of_fsdp1, ends_that_are_cut)
+WRONG_TIES: tuple[Loop, ...] = (
+    *(Loop(run, ranks=2, rule="run.tie-broken") for run in _PARTED),
+    Loop(decayed_by_dims(behind=True), ranks=2, rule="run.decays-nothing"),
 )
 RIGHT_TIES: tuple[Loop, ...] = tuple(
     Loop(run, ranks=2)
     for run in (
         *(ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards),
-        *(ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut),
+        *(ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_dims(behind=False)),
     )
 )

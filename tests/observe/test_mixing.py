@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from prepkit.auditing.libraries import LibraryCalls
 from prepkit.observe.prepared.mixing import mixes_empty
 from tests.audit.by_libraries import engine_of
 from tests.support.gang import Gang
@@ -72,3 +73,17 @@ def test_what_is_still_to_be_written_into_empty_weights_is_told(gang2: Gang, sta
             told = found[name]
             assert len(told) == bool(says and stage == 3), (name, told)
             assert all(says in one for one in told)
+
+
+def test_what_torch_begins_while_it_is_empty_is_told_with_its_line() -> None:
+    empty, whole = nn.Parameter(torch.empty(0)), nn.Parameter(torch.ones(2))
+    empty.ds_tensor = torch.ones(4)  # type: ignore[attr-defined]  # as deepspeed.zero.Init leaves it
+    heard = LibraryCalls()
+    with heard.on():
+        nn.init.zeros_(whole)
+        assert heard.facts().begun_empty == ()
+        nn.init.zeros_(empty)
+    nn.init.ones_(empty)
+    assert whole.tolist() == [0, 0]
+    ((name, line),) = heard.facts().begun_empty
+    assert (name, line.partition(":")[0]) == ("zeros_", "test_mixing.py")

@@ -181,7 +181,13 @@ def _rates(optimizer: Any) -> dict[str, Any]:
     keeps = name in KEEP_STATE or (name == "SGD" and all(group.get("momentum") for group in groups))
     kept = keeps and not getattr(optimizer, "state", None)
     scheduled = any("initial_lr" in group for group in groups)
-    return {"fresh": kept, "counted": counted(optimizer), "rates": rates, "scheduled": scheduled}
+    found = {"fresh": kept, "counted": counted(optimizer), "rates": rates, "scheduled": scheduled}
+    return found | {"idle_decay": _idle_decay(groups)}
+
+
+def _idle_decay(groups: list[dict[str, Any]]) -> float:
+    known = [(bool(group["params"]), as_rate(group.get("weight_decay")) or 0.0) for group in groups]
+    return 0.0 if any(holds and decay for holds, decay in known) else max((decay for _, decay in known), default=0.0)
 
 
 def counted(optimizer: Any) -> int | None:

@@ -259,6 +259,13 @@ def _twice(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("optimizer", f"{names} both step {count(len(twice), 'parameter')}: {some(twice)}.")
 
 
+def _decays_nothing(facts: RunFacts) -> Iterator[Hit]:
+    for one in facts.optimizers:
+        if one.idle_decay and one.held:
+            what = f"{one.name} decays by {one.idle_decay:g} the parameters of a group that holds none, and no others"
+            yield Hit("optimizer", f"{what}: nothing decays.")
+
+
 def _zero(facts: RunFacts) -> Iterator[Hit]:
     for index, optimizer in enumerate(facts.optimizers):
         driven = optimizer.scheduled or facts.scheduler or (facts.engine and facts.engine.scheduler)
@@ -343,6 +350,16 @@ RULES: tuple[Rule, ...] = (
         needs=(Need.OPTIMIZERS,),
         fix="Give lr a value above 0; nothing, where the loop sets it.",
         severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.decays-nothing",
+        summary="A group that decays holds parameters.",
+        check=_decays_nothing,
+        at=(Moment.AUDIT,),
+        needs=(Need.OPTIMIZERS,),
+        fix="Divide parameters by their dims before the model is wrapped, where they have them: FSDP1 leaves rows.",
+        severity=Severity.WARNING,
+        source=("torch FullyShardedDataParallel: use_orig_params",),
     ),
     Rule(
         id="run.no-master-weights",

@@ -56,6 +56,9 @@ def _saves_shards(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _mixes_empty(facts: RunFacts) -> Iterator[Hit]:
+    for name, line in facts.window.libraries.begun_empty if facts.window is not None else ():
+        what = f"nn.init.{name} is given an empty tensor: ZeRO 3 has its part elsewhere, and it stays as it was."
+        yield Hit(line, what, "Put it into `with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):`.")
     if facts.mixes_empty:
         what = f"{'; '.join(facts.mixes_empty)} meets empty tensors: ZeRO 3 holds a parameter whole in its own forward."
         yield Hit("model", what)
