@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
+from prepkit.objects.local_part import local
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.fabric import module_of
@@ -55,6 +56,12 @@ class ModelCall:
     kwargs: dict[str, Any]
     autocast: tuple[bool, torch.dtype]
     outputs: Any = None
+    rows: Tensor | None = None
+    """Which rows of its first output a loss has asked for; None: none has gone backward, or nobody listens."""
+
+    def asks_for(self, gradient: Tensor) -> None:
+        """Hears of the gradient that comes to its first output."""
+        self.rows = (local(gradient) != 0).any(-1) if gradient.dim() and gradient.layout is torch.strided else None
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -74,10 +81,14 @@ def inside_of(module: nn.Module) -> nn.Module:
 
 
 def digest_of_calls(calls: Iterable[ModelCall]) -> str:
-    """The same where models were given the same numbers; empty: they were given none that tell samples apart."""
+    """The same where models were given the same numbers, and losses have asked for the same rows of what they said.
+
+    Empty: they were given none that tell samples apart.
+    """
+    calls = [*calls]
     given = [one for call in calls for one in tensors((call.args, call.kwargs)) if one.numel() >= FEWEST]
     apart = any(bool((one != one.flatten()[0]).any()) for one in given)
-    return digest_of(given) if apart else ""
+    return digest_of([*given, *(call.rows for call in calls if call.rows is not None)]) if apart else ""
 
 
 FEWEST = 8

@@ -28,6 +28,7 @@ from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.modules import drops
+from prepkit.ranks.world import world
 
 SLOW_S = 5.0
 """A model whose forward takes longer is asked nothing."""
@@ -92,10 +93,14 @@ class Forwards:
         while len(self._calls) > MOST:
             del self._calls[next(iter(self._calls))]
 
+        spread = world().size > 1
         from_outside = not any(one.requires_grad for one in tensors((args, kwargs)))
 
         def leaves(outputs: Any) -> None:
             call.outputs = apart(outputs)
+            first = next((one for one in tensors(outputs) if one.grad_fn is not None), None) if spread else None
+            if first is not None:
+                first.register_hook(call.asks_for)  # type: ignore[no-untyped-call]
             if from_outside:
                 self._compares(module, call, outputs)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from prepkit.facts.proof import LossShare
 from prepkit.findings.text import count, some, spans
+from prepkit.observe.prepared.reading import digest_of
 from prepkit.proving.hooks import alike
 from prepkit.proving.parts_of import CannotReplay, Replica, numbers, replicas
 from prepkit.proving.record_file import Disturbed, Record
@@ -164,12 +165,23 @@ def _kind_apart(records: tuple[Record, ...], kind: str, name: str) -> str:
 
 
 def same_samples(records: tuple[Record, ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks that have read what others have, though each computes with all of the model; those that did, together."""
+    """Ranks that have read what others have, though each computes with all of the model; those that did, together.
+
+    Not those whose losses ask for other rows of what it says, as of one graph.
+    """
     by: dict[tuple[str, ...], list[int]] = {}
     if not any(record.head.cut or record.head.disturbed.lends for record in records):
         for record in records:
-            by.setdefault(tuple(read(record)), []).append(record.head.rank)
+            key = (*read(record), _rows_asked(record)) if record.head.calls else ()
+            by.setdefault(key, []).append(record.head.rank)
     return tuple(tuple(ranks) for what, ranks in by.items() if what and len(ranks) > 1)
+
+
+def _rows_asked(record: Record) -> str:
+    """A digest of which rows of each call's outputs have got gradients."""
+    keys = (f"output/{at}/{place}" for at, call in enumerate(record.head.calls) for place in call.outputs)
+    arrived = [one for key in keys if (one := record.tensors.get(key)) is not None and one.dim()]
+    return digest_of([(one != 0).any(-1) for one in arrived])
 
 
 def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:

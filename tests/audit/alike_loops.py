@@ -119,6 +119,14 @@ def same_episodes(rank: int, world: int) -> None:
     drawn(3)
 
 
+def own_labels_of_one_graph(rank: int, world: int) -> None:
+    """Each rank computes with all nodes, and learns of its own."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, CLASSES))
+    x, mine = torch.randn(16, WIDE), torch.arange(rank, 16, world)
+    taken(model, adam(model), fn.cross_entropy(model(x)[mine], mine % CLASSES))
+
+
 def own_episodes(rank: int, world: int) -> None:
     drawn(rank)
 
@@ -130,5 +138,5 @@ WRONG_ALIKE: tuple[Loop, ...] = (
 RIGHT_ALIKE: tuple[Loop, ...] = (
     *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
     *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
-    Loop(own_episodes, ranks=2),
+    *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph)),
 )

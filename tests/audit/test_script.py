@@ -706,6 +706,16 @@ RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
         LOCAL.replace("    average()\n", "    if at % 3 == 2:\n        average()\n"),
         "averages weights behind another step, as it seems (train.py:",
     ),
+    "weights that a function is given and averages": (
+        LOCAL.replace(
+            "def average():\n    for param in model.parameters():", "def average(given):\n    for param in given:"
+        )
+        .replace(
+            "dist.all_reduce(param.data)\n        param.data /= world", "dist.all_reduce(param)\n        param /= world"
+        )
+        .replace("    average()\n", "    if at % 3 == 2:\n        average([one.data for one in model.parameters()])\n"),
+        "averages weights behind another step, as it seems (train.py:",
+    ),
 }
 """Each with what its proof says."""
 WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {

@@ -191,6 +191,19 @@ def noise_in_the_forward(rank: int, world: int) -> Window:
     return trained(DDP(seeded(Draws)))
 
 
+def own_labels_of_one_graph(rank: int, world: int) -> Window:
+    """Each rank computes with all nodes, and learns of its own."""
+    model = DDP(net())
+    optimizer = adam(model)
+    (x, y), mine = next(micros(1, rank=0)), slice(rank, None, world)
+
+    def train() -> None:
+        functional.cross_entropy(model(x)[mine], y[mine]).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def clipped_in_parts(rank: int, world: int) -> Window:
     model = DDP(net())
     parts = (model.module.enter, model.module.blocks, model.module.head)
@@ -1266,6 +1279,7 @@ RIGHT_UNUSUAL = (
     losses_that_are_added_up,
     noise_in_the_forward,
     clipped_in_parts,
+    own_labels_of_one_graph,
     recurrent_layers_with_dropout,
     state_that_goes_on_detached,
     encoder_of_torch_with_its_own_mask,

@@ -21,6 +21,8 @@ from prepkit.observe.model import dtype_name
 from prepkit.observe.prepared.around import codes_of, name_of, names_weights, nodes, nodes_of, own_frames, parsed
 from prepkit.ranks.world import ranks_of, world
 
+WEIGHTS = ("param", "state_dict")
+"""Words of what gives the weights of a model."""
 Covered = dict[int, list[tuple[Averager, int]]]
 """``id`` of a parameter to who averages it, and over how many ranks."""
 
@@ -221,14 +223,22 @@ def averages_weights(reduced: Container[str]) -> str:
 
 
 def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
-    """Yield calls that average what a loop over parameters gives, a vector of them all, or what they have moved by."""
-    every = nodes(tree)
+    """Yield calls that average what a loop over parameters gives, a vector of them all, or what they have moved by.
+
+    Parameters are what a model gives, and what a function of the file is given of it.
+    """
+    every, handed = nodes(tree), _handed(tree)
     yield from _averaged_moves(every)
     assigned = (one for one in every if isinstance(one, ast.Assign) and names_weights(one.value, "_to_v"))
     rows = {ast.unparse(one.targets[0]) for one in assigned}
     for node in every:
         loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else getattr(node, "generators", [])
-        over = [one.target for one in loops if any(names_weights(one.iter, word) for word in ("param", "state_dict"))]
+        own = handed.get(id(node), set())
+        over = [
+            one.target
+            for one in loops
+            if _words(one.iter) & own or any(names_weights(one.iter, word) for word in WEIGHTS)
+        ]
         names = {name for target in over for name in _words(target)}
         inside = ast.walk(node) if names else [node]
         for one in inside:
@@ -240,6 +250,19 @@ def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:
                 given = ast.unparse(one.args[0])
                 if re.split(r"\W", given)[0] in names | rows and "grad" not in given:
                     yield one
+
+
+def _handed(tree: ast.AST) -> dict[int, set[str]]:
+    """By the identity of each node of a function: its arguments that it is given parameters of a model for."""
+    found: dict[int, set[str]] = {}
+    calls = [call for call in nodes_of(tree, ast.Call) if any(names_weights(one, "parameters()") for one in call.args)]
+    for function in nodes_of(tree, ast.FunctionDef) if calls else ():
+        takes = [one.arg for one in function.args.args]
+        takes = takes[takes[:1] == ["self"] :]
+        here = (zip(takes, call.args, strict=False) for call in calls if name_of(call) == function.name)
+        names = {name for pairs in here for name, given in pairs if names_weights(given, "parameters()")}
+        found |= {id(node): names for node in ast.walk(function)} if names else {}
+    return found
 
 
 def _averaged_moves(every: Iterable[ast.AST]) -> Iterator[ast.Call]:
