@@ -1,4 +1,4 @@
-"""What Lightning Fabric has put around objects, told by class names: it need not be installed.
+"""What Lightning, and Fabric, have put around objects, told by class names: it need not be installed.
 
 ``Fabric.setup`` gives ``_FabricModule`` (the wrapped module in ``_forward_module``, precision in ``_strategy``) and a
 class made on the spot from ``_FabricOptimizer`` (``_optimizer``); ``setup_dataloaders`` gives ``_FabricDataLoader``
@@ -13,7 +13,7 @@ from torch import nn
 
 from prepkit.facts.preparation import AutocastOptions
 
-LIBRARIES = ("lightning", "lightning_fabric")
+LIBRARIES = ("lightning", "lightning_fabric", "pytorch_lightning")
 DTYPES = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
 """Precisions of Fabric under which the forward runs in autocast and returns torch's default dtype."""
 
@@ -30,8 +30,8 @@ def module_of(model: nn.Module) -> nn.Module:
 
 
 def optimizer_of(optimizer: Any) -> Any:
-    """The optimizer inside Fabric's; any other itself."""
-    while _is(optimizer, "_FabricOptimizer"):
+    """The optimizer inside Fabric's, or inside that of a LightningModule; any other itself."""
+    while _is(optimizer, "_FabricOptimizer") or _is(optimizer, "LightningOptimizer"):
         optimizer = vars(optimizer)["_optimizer"]
     return optimizer
 
