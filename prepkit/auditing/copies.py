@@ -169,6 +169,9 @@ def _telling(optimizer: Any) -> Followed | None:
 
 
 def _sample(tensor: Tensor) -> Tensor:
+    """Its first elements; NaN where its memory was freed, as FSDP1 frees what it has gathered."""
+    if tensor.untyped_storage().nbytes() < (tensor.storage_offset() + tensor.numel()) * tensor.element_size():
+        return torch.full((min(SAMPLE, tensor.numel()),), torch.nan, dtype=tensor.dtype, device=tensor.device)
     return tensor.detach().view(-1)[:SAMPLE].clone()
 
 

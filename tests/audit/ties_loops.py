@@ -38,8 +38,8 @@ def seeded() -> Tied:
 
 
 def trained(model: nn.Module, rank: int) -> None:
-    ids = torch.randint(WORDS, (4, 6), generator=torch.Generator().manual_seed(rank))
-    taken(model, adam(model), fn.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
+    ids, goal = torch.randint(WORDS, (2, 4, 6), generator=torch.Generator().manual_seed(rank))
+    taken(model, adam(model), fn.cross_entropy(model(ids).flatten(0, 1), goal.flatten()))
 
 
 def flattened(model: Tied, apart: Callable[[nn.Module], bool], *, original: bool) -> FullyShardedDataParallel:
@@ -111,6 +111,15 @@ def teacher_in_shards(rank: int, world: int) -> None:
     taken(student, adam(student), fn.mse_loss(student(ids), 2 * goal))
 
 
+def beside_what_was_freed(rank: int, world: int) -> None:
+    """A tensor like a weight, whose memory is gone, as FSDP1 leaves what it has gathered."""
+    model = seeded()
+    freed = torch.empty_like(model.enter.weight, requires_grad=False)
+    freed.untyped_storage().resize_(0)
+    trained(model, rank)
+    assert not freed.untyped_storage().nbytes()
+
+
 def decayed_by_dims(*, behind: bool) -> Callable[[int, int], None]:
     """Matrices decay; their dims are asked ``behind`` the wrapper, or before it."""
 
@@ -136,10 +145,9 @@ WRONG_TIES: tuple[Loop, ...] = (
     *(Loop(run, ranks=2, rule="run.tie-broken") for run in _PARTED),
     Loop(decayed_by_dims(behind=True), ranks=2, rule="run.decays-nothing"),
 )
-RIGHT_TIES: tuple[Loop, ...] = tuple(
-    Loop(run, ranks=2)
-    for run in (
-        *(ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards),
-        *(ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_dims(behind=False)),
-    )
+_WHOLE = (ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards)
+_CUT = (ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_dims(behind=False))
+RIGHT_TIES: tuple[Loop, ...] = (
+    Loop(beside_what_was_freed),
+    *(Loop(run, ranks=2) for run in (*_WHOLE, *_CUT)),
 )

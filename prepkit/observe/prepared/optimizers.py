@@ -187,7 +187,9 @@ def _rates(optimizer: Any) -> dict[str, Any]:
 
 def _idle_decay(groups: list[dict[str, Any]]) -> float:
     known = [(bool(group["params"]), as_rate(group.get("weight_decay")) or 0.0) for group in groups]
-    return 0.0 if any(holds and decay for holds, decay in known) else max((decay for _, decay in known), default=0.0)
+    if not any(holds for holds, _ in known) or any(holds and decay for holds, decay in known):
+        return 0.0
+    return max(decay for _, decay in known)
 
 
 def counted(optimizer: Any) -> int | None:
