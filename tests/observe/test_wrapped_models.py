@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from prepkit.facts import ParamFact
+from prepkit.observe.prepared.optimizers import inner, options
 from tests.objects.test_names import Net
 from tests.observe.test_model import facts
 from tests.support.transformers_models import build
@@ -167,3 +168,13 @@ def test_transformers_checkpointing_and_its_help_for_frozen_inputs_are_seen(reen
     assert not facts(model).grad_inputs
     model.enable_input_require_grads()
     assert facts(model).grad_inputs
+
+
+def test_an_optimizer_of_a_lightning_module_is_the_one_inside() -> None:
+    """Both stand on the heap, and each rank may meet another one of them first."""
+    optimizers = pytest.importorskip("lightning.pytorch.core.optimizer")
+    adam = torch.optim.Adam([nn.Parameter(torch.ones(2))])
+    wrapped = optimizers.LightningOptimizer(adam)
+    assert type(wrapped) is not type(adam)
+    assert inner(wrapped) is adam
+    assert options([wrapped]) == options([adam])
