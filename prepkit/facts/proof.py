@@ -102,6 +102,21 @@ class StepProof:
 
 
 @frozen(kw_only=True)
+class Slope:
+    """One parameter whose gradient is not the slope of what all ranks lose on average, as their forwards show it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Those that hold it: one, where it is that rank's own."""
+    ratios: tuple[float, ...]
+    """What the gradient of each of them is, times the slope. Empty: the loss does not change with it."""
+    averaged: bool = False
+    """Whether the gradients of all ranks are alike, though each holds other weights."""
+    turned: bool = False
+    """Whether no number makes one of the other."""
+
+
+@frozen(kw_only=True)
 class ClipProof:
     """A clipping of gradients by their norm."""
 
@@ -221,6 +236,12 @@ class ProofFacts:
     """Where the program went backward, and where it stepped: ``train.py:31``; empty: nobody knows."""
     unproven: str = ""
     """Why nothing could be replayed; empty: it could."""
+    sends: bool = False
+    """Whether that is since its forward sends to other ranks what trains."""
+    measured: int = 0
+    """Gradients that were compared with slopes, as all ranks can measure them together; 0: they were replayed."""
+    slopes: tuple[Slope, ...] = ()
+    """Those of them that are other than that."""
     outputs: tuple[str, ...] = ()
     """Outputs of the model to which something behind it has done what can be named, a sentence each."""
     unrepeated: str = ""

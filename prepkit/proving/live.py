@@ -32,6 +32,7 @@ from prepkit.proving.proof import Proof, found_in, prove_record
 from prepkit.proving.record_file import Head, Record
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.replay import HALF
+from prepkit.proving.slopes import by_slopes
 from prepkit.proving.steppers import alive_optimizers, given_to
 from prepkit.ranks.world import RankZeroFailed, world
 from prepkit.rules import due
@@ -121,7 +122,7 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = (),
         if isinstance(asked, str):
             raise RankZeroFailed(f"the proof of a window: rank 0 raised {asked}")
         assert isinstance(asked, Proof)
-        return asked
+        return by_slopes(asked, root, mine, late)
     try:
         others = (Record(head, tensors) for (head, _, _), tensors in zip(told[1:], elsewhere, strict=True))
         records = (mine, *others)
@@ -129,7 +130,7 @@ def proven_together(root: nn.Module, mine: Record, hooked: tuple[str, ...] = (),
     except BaseException as error:  # the others wait to be told
         ranks.from_first(f"{type(error).__name__}: {error}")
         raise
-    return ranks.from_first(proof)
+    return by_slopes(ranks.from_first(proof), root, mine, late)
 
 
 def _hooks_of(root: nn.Module) -> tuple[int, ...]:

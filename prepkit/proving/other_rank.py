@@ -132,7 +132,7 @@ def not_plainly(error: Exception) -> CannotReplay:
         return CannotReplay(f"the model does not run plainly: {type(error).__name__}: {error!s:.200}")
     line = line_of_program(reversed([frame for frame, _ in walk_tb(error.__traceback__)]))
     said = f"the model asks other ranks in its forward or backward{f' ({line})' if line else ''}"
-    return CannotReplay(f"{said}, as by a collective of its own, {OWN_COLLECTIVE}")
+    return CannotReplay(f"{said}, as by a collective of its own, {OWN_COLLECTIVE}", sends=True)
 
 
 class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -144,5 +144,5 @@ class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in ("c10d", "_c10d_functional") and world().size > 1:
             where = ", ".join(filter(None, (func.name(), line_of_program(own_frames()))))
             said = f"the model calls a collective of its own ({where}) in its forward or backward"
-            raise CannotReplay(f"{said}, {OWN_COLLECTIVE}")
+            raise CannotReplay(f"{said}, {OWN_COLLECTIVE}", sends=True)
         return func(*args, **(kwargs or {}))

@@ -19,7 +19,14 @@ SAMPLE = 4096
 
 
 class CannotReplay(RuntimeError):
-    """The window cannot be done again plainly; the text says why."""
+    """The window cannot be done again plainly; the text says why.
+
+    ``sends``: that is since its forward asks other ranks by a collective that carries a gradient.
+    """
+
+    def __init__(self, text: str, *, sends: bool = False) -> None:
+        super().__init__(text)
+        self.sends = sends
 
 
 @frozen(eq=False)

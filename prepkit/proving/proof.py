@@ -71,14 +71,15 @@ class Proof:
 
     def _knows_no_gradients(self) -> bool:
         facts = self.facts
-        return not facts.idle and (not facts.gradients or by_hand(facts) or steps_apart(facts))
+        return not (facts.idle or facts.measured) and (not facts.gradients or by_hand(facts) or steps_apart(facts))
 
     def _head(self) -> str:
         facts, of = self.facts, f"{self.name}: " if self.name else ""
         if facts.unproven or facts.idle:
             return f"{of}nothing was {'proven' if facts.unproven else 'trained'}"
         micros = len(facts.shares) // max(facts.world, 1)
-        seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {len(facts.gradients)} gradients"
+        number = f"{facts.measured or len(facts.gradients)} gradients{' by their slopes' * bool(facts.measured)}"
+        seen = f"{facts.world} x {micros} micro-batches in {facts.dtype}, {number}"
         failed = [one for one in self.failed if not self.beside or one.where.startswith(f"{self.name}: ")]
         said = "trained as plain torch trains it" if not failed else "trained not as plain torch trains it"
         if not failed and self._knows_no_gradients():
@@ -113,7 +114,7 @@ def prove_record(
         with as_before():
             facts = replayed(window)
     except CannotReplay as why:
-        facts = ProofFacts(world=len(records), shares=(), unproven=str(why))
+        facts = ProofFacts(world=len(records), shares=(), unproven=str(why), sends=why.sends)
     return evolve(found_in(facts), seconds=time.perf_counter() - begun, held=window.held)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prepkit.facts.proof import GradientProof, ProofFacts
 from prepkit.findings.text import some
 from prepkit.objects import names
-from prepkit.proving import bare, draws, tree
+from prepkit.proving import again, bare
 from prepkit.proving.apart import (
     averaged_later,
     buffers_apart,
@@ -132,19 +132,14 @@ class Replay:
         for name, param in params.items():
             param.requires_grad_(name in trained)
             if name not in stubs:
-                param.data = _cast(param.data, dtype)
+                param.data = again.cast(param.data, dtype)
         for buffer in plain.buffers():
-            buffer.data = _cast(buffer.data, dtype)
+            buffer.data = again.cast(buffer.data, dtype)
         for number in self.late:
             plain._forward_hooks.pop(number, None) or plain._forward_pre_hooks.pop(number, None)
         bare.evaluate(plain, head.evaluating)
         there = {name: param for name, param in params.items() if name in stubs}
         return plain, Streamed(there, lambda name: self.weight(name).to(kinds[name]), self.limit, self.cuts)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in the dtype of a replay; what counts or chooses stays as it is."""
-    return tensor.to(as_wide(dtype, tensor)) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def replayed(window: Replay) -> ProofFacts:
@@ -310,10 +305,7 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
             for number, call in enumerate(record.head.calls):
                 if call.micro == at and call.outputs:
                     weight = weight_of(window.records, record, at)
-                    _put_back(model, record, number)
-                    bare.evaluate(model, call.evaluating)
-                    for name, param in streamed.params.items():
-                        param.requires_grad_(name in trained and name not in call.frozen)
+                    again.begin(model, streamed.params, record, number)
                     divisor = record.head.scale / number_of(record) * weight if micro.total else micro.factor
                     _again(model, streamed, share, window, _Call(record, number, divisor or 1.0, low))
             zero = [(name, one) for name, one in streamed.params.items() if name in trained and name not in share]
@@ -323,21 +315,6 @@ def _gradients(window: Replay, dtype: torch.dtype, low: str | None = None) -> Sh
             window.reached_by.append(frozenset(share))
             found.append(share | {name: window.sampled(torch.zeros(one.shape, dtype=one.dtype)) for name, one in zero})
     return tuple(found)
-
-
-def _put_back(model: nn.Module, record: Record, number: int) -> None:
-    """Gives buffers, and generators, what they had when a call began: others may have changed them since the last."""
-    begin = f"draw/{number}/"
-    draws.put_back(model, {key.removeprefix(begin): record.tensors[key] for key in _keys(record, begin)})
-    for name, buffer in list(bare.named_buffers(model)):  # a forward may have put another tensor there
-        for key in (f"before/{number}/{name}", f"buffer/{name}"):
-            if key in record.tensors:
-                buffer.data = record.tensors[key].to(buffer.dtype, copy=True)
-                break
-
-
-def _keys(record: Record, begin: str) -> list[str]:
-    return [key for key in record.tensors if key.startswith(begin)]
 
 
 @frozen(eq=False)
@@ -354,12 +331,6 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
     """One call and its backward, from the gradients that arrived at its outputs; adds to the share."""
     record, number = made.record, made.number
     call = record.head.calls[number]
-    begin = f"input/{number}/"
-    tensors = {key.removeprefix(begin): record.tensors[key] for key in _keys(record, begin)}
-    torch.set_rng_state(tensors["rng"])
-    dtype = next((one.dtype.to_real() for one in streamed.params.values()), torch.float32)
-    cast = {key: _cast(one, dtype) for key, one in tensors.items()}
-    args, kwargs = tree.read(call.inputs, cast)
 
     def arrived(name: str, grad: Tensor) -> None:
         mine = window.sampled(grad)
@@ -372,21 +343,16 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
         if window.told:
             stack.enter_context(standing_for(record.head))
         with torch.autocast("cpu", dtype=getattr(torch, made.low)) if made.low else nullcontext():
-            outputs = list(tree.tensors_of(entered(*args, **kwargs)))
-        if not torch.equal(torch.get_rng_state(), tensors["rng"]):
+            outputs, drawn = again.called(entered, streamed.params, record, number)
+        if drawn:
             window.draw.add(record.head.rank)
         window.outputs[-1].take(record.head.rank, number, outputs)
         ends: list[Tensor] = []
         grads: list[Tensor] = []
-        for place in call.outputs:
-            grad = record.tensors[f"output/{number}/{place}"]
-            if place >= len(outputs) or outputs[place].shape != grad.shape:
-                plain = f"of shape {tuple(outputs[place].shape)}" if place < len(outputs) else "none"
-                said = f"output {place} of call {number} on rank {record.head.rank} was of shape {tuple(grad.shape)}"
-                raise CannotReplay(f"{said}, and plainly the model returns {plain}: a part of the whole, or others")
-            if outputs[place].requires_grad:  # and is no input, whose gradient is that of another call
-                ends.append(outputs[place])
-                grads.append((_cast(grad, torch.float64) / made.divisor).to(outputs[place].dtype))
+        for end, grad in again.arrived(record, number, outputs):
+            if end.requires_grad:  # and is no input, whose gradient is that of another call
+                ends.append(end)
+                grads.append((again.cast(grad, torch.float64) / made.divisor).to(end.dtype))
         if ends:
             torch.autograd.backward(ends, grads if call.apart else from_outside(ends, grads))
     for name, param in streamed.params.items():  # what an operator of the model's own has given to the stub itself

@@ -26,6 +26,7 @@ from prepkit.proving.called import digest
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import Record, TooLarge, write
 from prepkit.proving.recorder import Recorder
+from prepkit.proving.slopes import by_slopes
 from prepkit.proving.steppers import given_to
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
@@ -272,6 +273,7 @@ def _proven(mine: list[Recorded], keep: str | None) -> Proof | None:
         world().meet()
         proofs = [(every[0][at], prove_records(mine[at][0], homes[at])) for at in shared if world().is_first]
         proofs = world().from_first(proofs)
+        proofs = [(name, by_slopes(one, *mine[at])) for (name, one), at in zip(proofs, shared, strict=True)]
         for at in own:
             home = folder / f"own-{at}-{world().rank}"
             proofs += _by_themselves(*mine[at], home, [world().rank], ())

@@ -22,16 +22,21 @@ from tests.proving.by_hand import ERRORS_BY_HAND, RIGHT_BY_HAND
 from tests.proving.drawn import DRAWN_ERRORS, DRAWN_RIGHT, RIGHT_OF_FOUR, OfPrepkit
 from tests.proving.libraries import BY_LIBRARIES, RIGHT_BY_LIBRARIES, OfLibrary
 from tests.proving.right import RIGHT, Right
+from tests.proving.sending import ERRORS_SENDING, RIGHT_SENDING
 from tests.proving.unseen import UNSEEN
 from tests.proving.unusual import ERRORS_UNUSUAL, RIGHT_UNUSUAL
 from tests.proving.window import proved
 from tests.proving.wrong import ERRORS, Planted
 from tests.support.gang import Gang, GangError, gang_of
 
-MORE_ERRORS = (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *ERRORS_ASKING, *DRAWN_ERRORS, *BY_LIBRARIES)
+MORE_ERRORS = (*UNSEEN, *ERRORS_UNUSUAL, *ERRORS_BY_HAND, *ERRORS_ASKING, *ERRORS_SENDING, *DRAWN_ERRORS, *BY_LIBRARIES)
 ALL_ERRORS = (*ERRORS, *(Planted(*one) for one in MORE_ERRORS))
 MORE_RIGHT = (*((one, 2) for one in DRAWN_RIGHT), *((one, 4) for one in RIGHT_OF_FOUR), *RIGHT_BY_LIBRARIES)
-ALL_RIGHT = (*RIGHT, *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND, *RIGHT_ASKING)), *(Right(*one) for one in MORE_RIGHT))
+ALL_RIGHT = (
+    *RIGHT,
+    *map(Right, (*RIGHT_UNUSUAL, *RIGHT_BY_HAND, *RIGHT_ASKING, *RIGHT_SENDING)),
+    *(Right(*one) for one in MORE_RIGHT),
+)
 
 
 def told(proof: Proof) -> list[Finding]:

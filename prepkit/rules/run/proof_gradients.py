@@ -8,8 +8,10 @@ from math import sqrt
 from operator import itemgetter
 
 from prepkit.facts.proof import (
+    NEAR,
     LossShare,
     ProofFacts,
+    Slope,
     counts,
     kinds,
     near,
@@ -52,6 +54,8 @@ _EMPTY = "Where a rank has no samples, let all sum their losses, and divide by t
 _CUT = (
     "Drop what cuts it; where it is meant, say so by requires_grad_(False), and give the optimizer what trains alone."
 )
+_STILL = "Nothing, where they are to rest, as a teacher: requires_grad_(False) says so; else leave out no_grad()."
+_CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
 _MOVED = (
     "Say so by requires_grad_(False), and give the optimizer what trains alone: decay and momentum go on over a "
     "gradient of zeros, as an engine or zero_grad(set_to_none=False) leaves one."
@@ -69,6 +73,7 @@ _NOT_BEHIND = "Divide by nothing behind the dist.all_reduce: the loss is divided
 _AT_END = (
     "Reduce gradients once, behind the last backward of the step, and divide by the ranks once: there, or at the loss."
 )
+OF_OTHERS = "divided by the ranks once too often, or what other ranks make of them does not come back"
 _NOWHERE = "Divide by the accumulation in one place, and by the ranks in none: the wrapper averages over them."
 _ONE_SEED = (
     "Draw what is added to gradients from a torch.Generator with one seed on all ranks, or send rank 0's: "
@@ -378,3 +383,54 @@ def only_in(one: LossShare, other: LossShare) -> str:
     """Operators that have made the one loss alone, as ``Mul, NllLoss x 2``; empty: none."""
     theirs = other.operators.split(", ")
     return re.sub(r"Backward\d*", "", ", ".join(name for name in one.operators.split(", ") if name not in theirs))
+
+
+def cut_off(facts: ProofFacts) -> Iterator[Hit]:
+    """What the forward computes with, and what no gradient comes to."""
+    told, quiet = cut(facts), cut(facts).keys() - warned(facts).keys()
+    if still := [name for name in told if name in quiet]:
+        said = (
+            f"The forward computes with {some(still)} under {told[still[0]]}: no gradient comes to them, and the step"
+        )
+        yield Hit("proof", f"{said} leaves them as they are, as that of plain torch does.", _STILL)
+    if off := [name for name in facts.cut_off if name not in told]:
+        them = "it" if len(off) == 1 else "them"
+        said = f"The forward computes with {some(off)}, and no gradient comes to {them}, also in the replay"
+        yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
+
+
+def slopes(facts: ProofFacts) -> Iterator[Hit]:
+    """What gradients are, where all ranks have measured what they should be.
+
+    One along which the loss does not change at all may stand for another, as of a rounding, and is told beside others.
+    """
+    found: dict[str, list[str]] = {}
+    for one in facts.slopes if any(one.ratios for one in facts.slopes) else ():
+        found.setdefault(_sloped(one, facts.world), []).append(_whose(one))
+    for why, names in found.items():
+        whose = "All gradients are" if len(names) == facts.measured else f"Gradients of {_parameters(names)} are"
+        yield Hit(at(names[0].partition(" ")[0]), f"{whose} {why}: {some(names)}.")
+
+
+def _parameters(names: list[str]) -> str:
+    return count(len({name.partition(" ")[0] for name in names}), "parameter")
+
+
+def _whose(one: Slope) -> str:
+    """Return the parameter, with the rank whose own it is."""
+    return f"{one.name} of rank {one.ranks[0]}" if len(one.ranks) == 1 else one.name
+
+
+def _sloped(one: Slope, world: int) -> str:
+    """Return what a gradient is."""
+    should = "what the average of all ranks' losses changes by"
+    if one.ratios and not any(one.ratios):
+        return f"zero, and {should} is not: what crosses to other ranks brings nothing back"
+    if one.averaged:
+        return "alike on all ranks, each of which holds weights of its own there: a wrapper has averaged them"
+    if one.ratios and max(one.ratios) - min(one.ratios) > NEAR * max(map(abs, one.ratios)):
+        return f"other on each rank, and all hold the same weights: nobody averages them over the {world} ranks"
+    for number, why in ((world, "added up over the ranks once too often"), (1 / world, OF_OTHERS)):
+        if one.ratios and not one.turned and near(one.ratios[0], number):
+            return f"{number:g} x {should}: {why}"
+    return f"not {should}: a part that crosses to other ranks does not come back, or is changed on its way"

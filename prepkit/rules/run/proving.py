@@ -19,7 +19,7 @@ from prepkit.rules.run.proof_gradients import (
     added_up,
     by_hand,
     clipped,
-    cut,
+    cut_off,
     gradients,
     made_otherwise,
     micro_batch,
@@ -27,9 +27,9 @@ from prepkit.rules.run.proof_gradients import (
     not_clipped,
     only_in,
     past_wrapper,
+    slopes,
     tokens,
     unlike_losses,
-    warned,
     weights_by_rank,
     written,
 )
@@ -51,8 +51,6 @@ _UNSTEPPED = (
     "steps of the others."
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
-_CUT_OFF = "Look for a .detach(), a no_grad() or a hook in the forward; nothing, where that is meant."
-_STILL = "Nothing, where they are to rest, as a teacher: requires_grad_(False) says so; else leave out no_grad()."
 IN_16_BIT = ("bfloat16", "float16")
 
 
@@ -206,7 +204,7 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
     if unreached := [name for name in facts.unreached if name not in told and not facts.unrepeated]:
         had = f"{count(len(unreached), 'parameter')} had a gradient, and a copy of the model computes without"
         yield Hit("proof", f"{had}: {some(unreached)}. That was not compared.", _PATCHED)
-    yield from _cut_off(facts)
+    yield from cut_off(facts)
     if (losses := made_otherwise(facts)) is not None:
         said = f"Rank {losses[0].rank} makes its loss by other operators than rank {losses[1].rank}"
         each = [
@@ -243,19 +241,6 @@ def _limits(facts: ProofFacts) -> Iterator[Hit]:
             "proof",
             f"Rounding in {facts.dtype} alone changes the gradients by more than a tenth: small errors cannot be seen.",
         )
-
-
-def _cut_off(facts: ProofFacts) -> Iterator[Hit]:
-    told, quiet = cut(facts), cut(facts).keys() - warned(facts).keys()
-    if still := [name for name in told if name in quiet]:
-        said = (
-            f"The forward computes with {some(still)} under {told[still[0]]}: no gradient comes to them, and the step"
-        )
-        yield Hit("proof", f"{said} leaves them as they are, as that of plain torch does.", _STILL)
-    if off := [name for name in facts.cut_off if name not in told]:
-        them = "it" if len(off) == 1 else "them"
-        said = f"The forward computes with {some(off)}, and no gradient comes to {them}, also in the replay"
-        yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
 
 
 def _unproven(facts: ProofFacts) -> Iterator[Hit]:
@@ -318,6 +303,14 @@ RULES: tuple[Rule, ...] = (
         "Every rank begins with the same weights.",
         "Call torch.manual_seed with one number on all ranks before the model is made, or send rank 0's weights.",
         _first,
+    ),
+    _row(
+        "prove.slope",
+        "Where a forward sends what trains to other ranks, gradients are the slopes of what all ranks lose.",
+        "Look at what brings gradients back from other ranks: behind a gather or a sum of activations they are to be "
+        "added up over the ranks that took them (torch.distributed.nn.functional does), each once; what all ranks hold "
+        "alike is averaged, and what is a rank's own divided by the ranks.",
+        slopes,
     ),
     _row(
         "prove.left-over",

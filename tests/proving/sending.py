@@ -1,0 +1,189 @@
+"""Models whose forward sends to other ranks what trains: right, and with a gradient that does not come back rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as through
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.proving.unusual import seeded
+from tests.proving.window import DDP, WIDTH, Window, adam, loss_of, micros
+
+Crosses = type[torch.autograd.Function]
+
+
+def _summed(x: Tensor) -> Tensor:
+    whole = x.clone()
+    dist.all_reduce(whole)
+    return whole
+
+
+def _exchanged(x: Tensor) -> Tensor:
+    got = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(got, x.contiguous())
+    return got
+
+
+def _function(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Any:
+    """A function with a backward of its own."""
+    return type(
+        "Crosses",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(lambda ctx, x: forward(x)),
+            "backward": staticmethod(lambda ctx, grad: backward(grad)),
+        },
+    ).apply
+
+
+class Cut(nn.Module):
+    """A hidden layer of which each rank holds a part, between two that all hold alike."""
+
+    def __init__(self, enters: Any, leaves: Any) -> None:
+        super().__init__()
+        self.enter, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        torch.manual_seed(20 + dist.get_rank())
+        self.up, self.down = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH, bias=False)
+        self.enters, self.leaves = enters, leaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.enter(x))
+        return self.head(x + self.leaves(self.down(functional.gelu(self.up(self.enters(x))))))
+
+
+def cut(enters: Any, leaves: Any) -> Window:
+    """Ranks read the same samples, and none has to average anything."""
+    model = seeded(lambda: Cut(enters, leaves))
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2, rank=0):
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+class Experts(nn.Module):
+    """An expert on each rank, to which the tokens of all are sent."""
+
+    def __init__(self, crosses: Any) -> None:
+        super().__init__()
+        self.trunk, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, dist.get_world_size())
+        self.head = nn.Linear(WIDTH, 4)
+        torch.manual_seed(20 + dist.get_rank())
+        self.expert = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH))
+        self.crosses = crosses
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        prob = self.gate(x).softmax(-1)
+        top = functional.one_hot(prob.argmax(-1), dist.get_world_size()).to(x.dtype)
+        got = self.crosses(self.expert(self.crosses(top.T[:, :, None] * x[None])))
+        return self.head(x + ((top * prob).T[:, :, None] * got).sum(0))
+
+
+def experts(crosses: Any, own: float = 0.5, *, averages_own: bool = False) -> Window:
+    """``own``: by what the gradients of a rank's own are multiplied."""
+    model = seeded(lambda: Experts(crosses))
+    optimizer = adam(model)
+
+    def train() -> None:
+        for batch in micros(2):
+            (loss_of(model, batch) / 2).backward()
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            if averages_own or "expert" not in name:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            else:
+                param.grad *= own
+        optimizer.step()
+
+    return Window(model, train)
+
+
+class Norms(nn.Module):
+    """Norms by the mean and the variance of the samples of all ranks."""
+
+    def __init__(self, summed: Any) -> None:
+        super().__init__()
+        self.enter, self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.summed = summed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        mean, square = self.summed(torch.stack((x.mean(0), x.square().mean(0)))) / dist.get_world_size()
+        return self.head(torch.relu(self.inner((x - mean) / (square - mean.square() + 1e-5).sqrt())))
+
+
+def norms(summed: Any) -> Window:
+    model = DDP(seeded(lambda: Norms(summed)))
+    optimizer = adam(model)
+
+    def train() -> None:
+        loss_of(model, next(micros(1))).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+_as_it_is = _function(lambda x: x.view_as(x), lambda grad: grad)
+_copied = _function(lambda x: x.view_as(x), _summed)
+_reduced = _function(_summed, lambda grad: grad)
+
+
+def cut_by_hand(rank: int, world: int) -> Window:
+    return cut(_copied, _reduced)
+
+
+def experts_by_hand(rank: int, world: int) -> Window:
+    return experts(_function(_exchanged, _exchanged), 1 / world)
+
+
+def norms_over_all(rank: int, world: int) -> Window:
+    return norms(through.all_reduce)
+
+
+RIGHT_SENDING = (cut_by_hand, experts_by_hand, norms_over_all)
+
+
+def nothing_comes_back_to_what_enters(rank: int, world: int) -> Window:
+    return cut(_as_it_is, _reduced)
+
+
+def added_up_again_on_the_way_back(rank: int, world: int) -> Window:
+    return cut(_copied, through.all_reduce)
+
+
+def experts_never_divided(rank: int, world: int) -> Window:
+    return experts(_function(_exchanged, _exchanged), 1.0)
+
+
+def tokens_that_come_back_to_the_wrong_rank(rank: int, world: int) -> Window:
+    return experts(_function(_exchanged, lambda grad: grad), 1 / world)
+
+
+def norms_without_the_others_gradient(rank: int, world: int) -> Window:
+    return norms(_function(_summed, lambda grad: grad))
+
+
+def experts_averaged(rank: int, world: int) -> Window:
+    return experts(_function(_exchanged, _exchanged), averages_own=True)
+
+
+TWICE = "2 x what the average of all ranks' losses changes by: added up over the ranks once too often"
+NOT_BACK = "a part that crosses to other ranks does not come back, or is changed on its way"
+ERRORS_SENDING: tuple[tuple[Callable[[int, int], Window], str, str], ...] = (
+    (nothing_comes_back_to_what_enters, "prove.slope", "Gradients of 4 parameters are other on each rank"),
+    (added_up_again_on_the_way_back, "prove.slope", TWICE),
+    (experts_never_divided, "prove.slope", TWICE),
+    (tokens_that_come_back_to_the_wrong_rank, "prove.slope", NOT_BACK),
+    (norms_without_the_others_gradient, "prove.slope", NOT_BACK),
+    (experts_averaged, "prove.slope", "each of which holds weights of its own there: a wrapper has averaged them"),
+)
