@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from prepkit.auditing.given_back import GivenBack
 from prepkit.auditing.leftovers import dropped, half_mixed, overwritten
+from prepkit.auditing.own_backwards import OwnBackwards
 from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.term_texts import Text, constants, divergences, text_of
 from prepkit.auditing.untrained import trains_of, untrained
@@ -78,6 +79,7 @@ class Terms:
     """Listens inside ``on()`` to what goes backward, and looks into the first loss of each line, before it does."""
 
     given_back: GivenBack = field(factory=GivenBack)
+    own_backwards: OwnBackwards = field(factory=OwnBackwards)
     _lines: set[str] = field(factory=set)
     _hooked: bool = False
     """Whether hooks hang on tensors, or on what graphs save, which must not run twice."""
@@ -99,6 +101,7 @@ class Terms:
         with ExitStack() as stack:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(self.given_back.on())
+            stack.enter_context(self.own_backwards.on())
             for home, name in ((Tensor, "register_hook"), (Tensor, "retain_grad"), (saved_tensors_hooks, "__enter__")):
                 stack.enter_context(around_calls(home, name, self._hooks))
             yield
@@ -116,6 +119,7 @@ class Terms:
             dropped=tuple(self.dropped),
             half_mixed=tuple(self.half_mixed),
             overwritten=tuple(self.overwritten),
+            backwards=self.own_backwards.found(),
         )
 
     def _resting(self, first: Mapping[int, str]) -> Iterator[FlatWay]:

@@ -97,6 +97,19 @@ class Overwritten:
 
 
 @frozen(kw_only=True)
+class OddBackward:
+    """A function with a backward of its own, which gives something else than the slope of its forward."""
+
+    line: str
+    """Where it was called."""
+    name: str
+    argument: str
+    """For which it gives that."""
+    ratio: float | None
+    """What it gives, times the slope; None: no number makes one of the other."""
+
+
+@frozen(kw_only=True)
 class TermFacts:
     """What the terms of a loss are, and what they train."""
 
@@ -113,3 +126,4 @@ class TermFacts:
     half_mixed: tuple[HalfMixed, ...] = ()
     flat: tuple[FlatWay, ...] = ()
     overwritten: tuple[Overwritten, ...] = ()
+    backwards: tuple[OddBackward, ...] = ()

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public door to its fake group
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from prepkit.facts.proof import OWN_COLLECTIVE
 from prepkit.observe.prepared.around import line_of_program, own_frames
@@ -135,14 +134,8 @@ def not_plainly(error: Exception) -> CannotReplay:
     return CannotReplay(f"{said}, as by a collective of its own, {OWN_COLLECTIVE}", sends=True)
 
 
-class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Nobody answers a collective: the other ranks do something else. Raises ``CannotReplay``."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See torch."""
-        del types
-        if func.namespace in ("c10d", "_c10d_functional") and world().size > 1:
-            where = ", ".join(filter(None, (func.name(), line_of_program(own_frames()))))
-            said = f"the model calls a collective of its own ({where}) in its forward or backward"
-            raise CannotReplay(f"{said}, {OWN_COLLECTIVE}", sends=True)
-        return func(*args, **(kwargs or {}))
+def refused(collective: str) -> CannotReplay:
+    """What is raised where a model asks other ranks in a replay, which do something else."""
+    where = ", ".join(filter(None, (collective, line_of_program(own_frames()))))
+    said = f"the model calls a collective of its own ({where}) in its forward or backward"
+    return CannotReplay(f"{said}, {OWN_COLLECTIVE}", sends=True)

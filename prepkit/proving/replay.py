@@ -40,12 +40,13 @@ from prepkit.proving.apart import (
     weights_apart,
 )
 from prepkit.proving.collectives import answered
-from prepkit.proving.other_rank import Alone, not_plainly, standing_for
+from prepkit.proving.other_rank import not_plainly, refused, standing_for
 from prepkit.proving.outputs import Outputs, OutputsTold, astray, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, Replica, as_wide, numbers, replicas
 from prepkit.proving.record_file import Record
 from prepkit.proving.stepped import steps_of
 from prepkit.proving.streamed import Streamed, stub
+from prepkit.ranks.no_collectives import NoCollectives
 
 HALF = ("bfloat16", "float16")
 DISTURBED = (
@@ -338,7 +339,7 @@ def _again(model: nn.Module, streamed: Streamed, share: dict[str, Tensor], windo
 
     entered = answered(record, number, model if call.entry == "forward" else getattr(model, call.entry))
     with ExitStack() as stack:
-        for context in (*streamed.on(arrived), Alone()):  # type: ignore[no-untyped-call]
+        for context in (*streamed.on(arrived), NoCollectives(refused)):
             stack.enter_context(context)
         if window.told:
             stack.enter_context(standing_for(record.head))

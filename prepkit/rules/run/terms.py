@@ -62,6 +62,15 @@ def _flat(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} zeros, and they are not trained.")
 
 
+def _backwards(facts: RunFacts) -> Iterator[Hit]:
+    for one in _terms(facts).backwards:
+        how = f"{one.ratio:.3g} x the slope" if one.ratio is not None else "something else than the slope"
+        what = (
+            f"The backward of {one.name} gives {how} of its forward for {one.argument}, measured at what it was given"
+        )
+        yield Hit(one.line, f"{what}: what has computed {one.argument} is trained by that.")
+
+
 def _ratios(facts: RunFacts) -> Iterator[Hit]:
     for line in facts.window.ratios if facts.window is not None else ():
         what = "The ratio of the new policy to the old one is 1 for every sample, though it has stepped since it drew"
@@ -218,6 +227,16 @@ RULES: tuple[Rule, ...] = (
         fix="Write x + (x.round() - x).detach(), a straight-through estimate.",
         severity=Severity.WARNING,
         source=("arXiv 1308.3432",),
+    ),
+    Rule(
+        id="run.backward-other",
+        summary="A backward of the program's own gives the slope of its forward.",
+        check=_backwards,
+        at=(Moment.AUDIT,),
+        fix="Ask torch.autograd.gradcheck(Function.apply, inputs in float64), and mend what backward returns; nothing, "
+        "where another gradient is meant.",
+        severity=Severity.WARNING,
+        source=("torch.autograd.gradcheck",),
     ),
     Rule(
         id="run.ratio-one",
