@@ -60,6 +60,8 @@ class OwnBackwards:
     _seen: set[type] = field(factory=set)
     _waiting: list[_Call] = field(factory=list)
     _found: list[OddBackward] = field(factory=list)
+    _over: bool = False
+    """Whether nobody listens any more, though a program may have kept ``apply`` under a name of its own."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -68,7 +70,7 @@ class OwnBackwards:
         plain: Any = vars(home)["apply"]
 
         def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            if not (kwargs or self._over) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 self._hears(kind, args)
             return plain.__func__(kind, *args, **kwargs)
 
@@ -76,7 +78,7 @@ class OwnBackwards:
         try:
             yield
         finally:
-            home.apply = plain
+            home.apply, self._over = plain, True
 
     def _hears(self, kind: Any, args: Sequence[Any]) -> None:
         file = getattr(getattr(kind.forward, "__code__", None), "co_filename", "")

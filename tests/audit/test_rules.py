@@ -44,6 +44,7 @@ from prepkit.facts.terms import (
     Dropped,
     FlatWay,
     HalfMixed,
+    OddBackward,
     OddDivergence,
     Overwritten,
     TermFacts,
@@ -354,6 +355,17 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         window=WindowFacts(
             terms=TermFacts(flat=(FlatWay(line="train.py:31", step="round", weights=("0.weight", "0.bias")),))
+        ),
+    ),
+    "run.backward-other": evolve(
+        FINE,
+        window=WindowFacts(
+            terms=TermFacts(
+                backwards=(
+                    OddBackward(line="train.py:31", name="Swish", argument="x", ratio=None),
+                    OddBackward(line="train.py:33", name="Scores", argument="weight", ratio=0.0625),
+                )
+            )
         ),
     ),
     "run.masked-chosen": evolve(FINE, window=WindowFacts(terms=TermFacts(masked=(("train.py:31", (32,)),)))),

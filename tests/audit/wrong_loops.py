@@ -45,6 +45,7 @@ from tests.audit.loops import (
 )
 from tests.audit.misgiven import MISGIVEN, RIGHT_LOSSES
 from tests.audit.others_loops import RIGHT_OTHERS, WRONG_OTHERS
+from tests.audit.own_backwards_loops import RIGHT_BACKWARDS, WRONG_BACKWARDS
 from tests.audit.sequences import RIGHT_SEQUENCES, WRONG_SEQUENCES
 from tests.audit.shares_loops import RIGHT_SHARES, WRONG_SHARES
 from tests.audit.summed_loops import RIGHT_SUMS, WRONG_SUMS
@@ -558,6 +559,7 @@ WRONG: tuple[Loop, ...] = (
     *MISGIVEN,
     *TURNED,
     *WRONG_TERMS,
+    *WRONG_BACKWARDS,
     *WRONG_SUMS,
     *WRONG_UNTRAINED,
     *WRONG_ALIKE,
@@ -633,7 +635,7 @@ WRONG: tuple[Loop, ...] = (
     ),
 )
 LOOPS: tuple[Loop, ...] = (
-    *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE),
+    *(*RIGHT, *RIGHT_SEQUENCES, *RIGHT_LOSSES, *RIGHT_TURNS, *RIGHT_TERMS, *RIGHT_SUMS, *RIGHT_ALIKE, *RIGHT_BACKWARDS),
     *(*RIGHT_BEGINNINGS, *RIGHT_ASKED, *RIGHT_VALUES, *RIGHT_UNTRAINED, *RIGHT_INPUTS, *RIGHT_SHARES),
     *(*RIGHT_LESSONS, *RIGHT_OTHERS, *RIGHT_TIES, *WRONG),
 )
