@@ -34,7 +34,7 @@ from prepkit.observe.prepared.instead import around_calls
 LOW = (torch.bfloat16, torch.float16)
 BEGINS = ("zeros_", "ones_", "constant_", "normal_", "uniform_", "trunc_normal_")
 """Functions of ``torch.nn.init`` that say nothing of a tensor without elements."""
-MEANT = re.compile(r"requires_grad|is_trainable|freez|frozen")
+MEANT = re.compile(r"requires_grad_\(|\.requires_grad = |is_trainable|freez|frozen")
 """Words of a program that freezes on purpose."""
 
 

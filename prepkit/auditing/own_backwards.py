@@ -24,6 +24,8 @@ LOOKED_AT = 12
 """Elements of each argument that are moved."""
 STEP = 1e-6
 """By this part of the largest element."""
+JUMPS, WAYS, NARROW, JUMP = 4, 24, 1e-6, 1e-2
+"""Elements of each argument that are moved further, in how many steps, down to which width, and what is left there."""
 NEAR = 1e-3
 """Part of a slope that a derivative may be off it."""
 KINK = 1e-2
@@ -105,7 +107,9 @@ def _odd(call: _Call) -> Iterator[OddBackward]:
     """Yield what it gives for each argument that is no slope."""
     with _kept(), NoCollectives(RuntimeError), torch.autocast("cpu", enabled=False), torch.enable_grad():
         asked = _Asked(call)
-        pairs = {at: [*asked.pairs(at)] for at in call.moved if asked.grads[at] is not None} if asked.computes else {}
+        if not asked.computes or any(map(asked.jumps, call.moved)):
+            return  # what has no slope somewhere is given another gradient on purpose
+        pairs = {at: [*asked.pairs(at)] for at in call.moved if asked.grads[at] is not None}
     if any(not slope and gives for found in pairs.values() for gives, slope in found):
         return  # it stands for a step that has no slope
     for at, found in pairs.items():
@@ -167,6 +171,27 @@ class _Asked:
         with torch.no_grad():
             outputs = self._outputs(values)
         return sum(float((weight * one).sum()) for weight, one in zip(self.weights, outputs, strict=True))
+
+    def jumps(self, at: int) -> bool:
+        """Whether what comes of it jumps somewhere, as a rounding, a sign or a comparison does."""
+        value = self.values[at]
+        far = 3 * (float(value.abs().max()) or 1.0)
+        for element in torch.randperm(value.numel(), generator=torch.Generator().manual_seed(1))[:JUMPS].tolist():
+            ways = torch.linspace(-far, far, WAYS, dtype=torch.float64).tolist()
+            found = [self._at(at, element, way) for way in ways]
+            pairs = zip(ways, ways[1:], found, found[1:], strict=False)
+            below, above, low, high = max(pairs, key=lambda one: abs(one[3] - one[2]))
+            first = abs(high - low)
+            while above - below > NARROW * far:
+                middle = (below + above) / 2
+                here = self._at(at, element, middle)
+                if abs(here - low) >= abs(high - here):
+                    above, high = middle, here
+                else:
+                    below, low = middle, here
+            if first and abs(high - low) > JUMP * first:
+                return True
+        return False
 
     def pairs(self, at: int) -> Iterator[tuple[float, float]]:
         """Yield what it gives for some elements of an argument, with the slope there, where there is one."""

@@ -117,6 +117,21 @@ class Slope:
 
 
 @frozen(kw_only=True)
+class HandedBack:
+    """A stage of a pipeline that has gone backward with another gradient than that of what it had sent."""
+
+    rank: int
+    call: int
+    """Whose output it has sent."""
+    to: int
+    """The rank that got it."""
+    got: int
+    """The call of that rank for which it got it."""
+    of: int | None
+    """The call of that rank whose gradient has come back in its place; None: of none."""
+
+
+@frozen(kw_only=True)
 class ClipProof:
     """A clipping of gradients by their norm."""
 
@@ -242,6 +257,8 @@ class ProofFacts:
     """Gradients that were compared with slopes, as all ranks can measure them together; 0: they were replayed."""
     slopes: tuple[Slope, ...] = ()
     """Those of them that are other than that."""
+    handed_back: tuple[HandedBack, ...] = ()
+    """Where stages that send each other tensors mistake what comes back."""
     outputs: tuple[str, ...] = ()
     """Outputs of the model to which something behind it has done what can be named, a sentence each."""
     unrepeated: str = ""

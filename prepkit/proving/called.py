@@ -52,6 +52,8 @@ class Called:
     """Those that are not as they were at the first call of the window."""
     draws: dict[str, Tensor] = field(factory=dict)
     """Where generators beside torch's own stood when it began."""
+    back: dict[str, Tensor] = field(factory=dict)
+    """A sketch of what came back to a leaf that it was given, as a stage of a pipeline is, by its key."""
     micro: int = -1
     entry: str = "forward"
     evaluating: tuple[str, ...] = ()
@@ -66,10 +68,13 @@ class Called:
     def of(cls, root: nn.Module, args: Any, kwargs: Any, tell: Callable[[str], None]) -> Called:
         """A call that begins now; ``tell`` hears why its inputs cannot be kept."""
         tensors: dict[str, Tensor] = {"rng": torch.get_rng_state()}
+        back: dict[str, Tensor] = {}
 
         def keep(tensor: Tensor) -> str:
             key = f"{len(tensors)}"
             tensors[key] = local(tensor).detach().cpu().clone().resolve_conj()
+            if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter):
+                tensor.register_hook(partial(_came_back, back, key))  # type: ignore[no-untyped-call]
             return key
 
         try:
@@ -83,6 +88,7 @@ class Called:
         return cls(
             inputs,
             tensors,
+            back=back,
             draws=stood,
             entry=entry_of(root),
             evaluating=evaluating(root),
@@ -116,7 +122,7 @@ class Called:
         """Yield its tensors by their keys in a record, where it is the call of this number."""
         yield from ((f"asked/{at}/{key}", one) for key, one in self.asked.held())
         of = (("input", self.tensors), ("output", self.arrived), ("seen", self.seen))
-        for kind, tensors in (*of, ("before", self.buffers), ("draw", self.draws)):
+        for kind, tensors in (*of, ("back", self.back), ("before", self.buffers), ("draw", self.draws)):
             yield from ((f"{kind}/{at}/{key}", tensor) for key, tensor in tensors.items())
 
     def recorded(self, trains: Collection[str]) -> RecordedCall:
@@ -134,6 +140,11 @@ class Called:
             apart=len(set(self.ends)) == 1,
             asked=self.asked.recorded(),
         )
+
+
+def _came_back(back: dict[str, Tensor], key: str, grad: Tensor) -> None:
+    """A hook of a tensor."""
+    back[key] = sketch(numbers(local(grad)))
 
 
 def ends_of(calls: Iterable[Called]) -> set[int]:

@@ -20,9 +20,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import as_main, audited_at_first_step, told
-from prepkit.facts.proof import ProofFacts
+from prepkit.facts.proof import HandedBack, ProofFacts
 from prepkit.findings import Finding
 from prepkit.proving.called import digest
+from prepkit.proving.handed import handed_back, sides
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
 from prepkit.proving.record_file import Record, TooLarge, write
 from prepkit.proving.recorder import Recorder
@@ -59,7 +60,7 @@ ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""
 
 
-STAGES = "the ranks hold stages, which were proven one by one: what they send each other was not compared"
+STAGES = "the ranks hold stages, which were proven one by one, each with what the others had sent it"
 Recorded = tuple[nn.Module, Record]
 """A model, and what was recorded of it on this rank."""
 AT_END = "the end of its window"
@@ -224,8 +225,17 @@ def proven_stages(mine: list[Recorded], keep: str | None) -> Proof | None:
         return _proven(mine, keep)
     ((root, record),) = mine
     mates = [rank for rank, one in enumerate(stages) if one == stages[world().rank]]
+    apart = tuple(handed_back(world().gather(sides(record))))
     with _folder(keep) as folder:
-        return joined(_by_themselves(root, record, folder / f"stage-{mates[0]}", mates))
+        proofs = _by_themselves(root, record, folder / f"stage-{mates[0]}", mates)
+    return joined([(name, _with_handed(one, at, apart)) for at, (name, one) in enumerate(proofs)])
+
+
+def _with_handed(proof: Proof, at: int, apart: tuple[HandedBack, ...]) -> Proof:
+    """The first one says what stages have handed back."""
+    if at or not apart:
+        return proof
+    return evolve(found_in(evolve(proof.facts, handed_back=apart)), seconds=proof.seconds, held=proof.held)
 
 
 def _by_themselves(

@@ -77,6 +77,20 @@ class Rounds(torch.autograd.Function):
         return grads[0]
 
 
+class Binary(torch.autograd.Function):
+    """Signs times the mean size, which has a slope (arXiv 1603.05279), and a gradient as if there were no sign."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.where(x > 0, 1.0, -1.0) * x.abs().mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (x.abs() <= 1)
+
+
 class Spikes(torch.autograd.Function):
     """A surrogate gradient, as of spiking networks."""
 
@@ -175,6 +189,7 @@ RIGHT_BACKWARDS: tuple[Loop, ...] = tuple(
     for name, made in (
         ("a_swish", _by(Swish)),
         ("what_rounds", _by(Rounds)),
+        ("signs_of_a_size", _by(Binary)),
         ("spikes", lambda x: Spikes.apply(x) + 0.1 * x),
         ("steps_whose_width_is_learned", lambda x: Steps.apply(x, torch.tensor(0.1, requires_grad=True))),
         ("what_is_turned", lambda x: x + 0.1 * Turned.apply(x)),

@@ -31,8 +31,8 @@ for _ in range(3):
 
 @pytest.mark.parametrize(
     ("how", "then", "told"),
-    [("", "", True), (", is_trainable=True", "", False), ("", "loaded.requires_grad_(False)", False)],
-    ids=["as loaded", "to be trained", "frozen on purpose"],
+    [("", "", True), ("", "assert any(one.requires_grad for one in model.parameters())", True), (", is_trainable=True", "", False), ("", "loaded.requires_grad_(False)", False)],
+    ids=["as loaded", "asked of", "to be trained", "frozen on purpose"],
 )
 def test_adapters_that_were_loaded_frozen_are_told(tmp_path: Path, how: str, then: str, *, told: bool) -> None:
     """In a process of its own, where no file of a test is a part of the program."""

@@ -59,7 +59,7 @@ class Gradient:
     tilt: Tensor | None = None
     """The sum of this rank's part, divided by the root of its number of elements; None: it was not seen."""
     misplaced: bool = False
-    """True if it is still to be summed over ranks, or has not the parameter's dtype.
+    """True if it has not the parameter's dtype.
 
     An optimizer takes its part of one that is whole, as torch gives it of an embedding that is cut by rows.
     """
@@ -102,9 +102,9 @@ def _of(name: str, param: Parameter, optimizer: int | None, *, here: bool, value
         there = torch.zeros((), **HOST) if here and local(param).numel() else None
         return Gradient(name=name, missing=False, largest=there, optimizer=optimizer)
     part = _values(local(grad).detach())
+    misplaced = grad.dtype != param.dtype
     summed = not isinstance(grad, DTensor) or not any(one.is_partial() for one in grad.placements)
-    misplaced = not summed or grad.dtype != param.dtype
-    if not part.numel() or part.is_meta:
+    if not (summed and part.numel()) or part.is_meta:  # the optimizer adds up what ranks have of it
         return Gradient(name=name, missing=False, largest=None, misplaced=misplaced, optimizer=optimizer)
     real = torch.view_as_real(part) if part.is_complex() else part
     return Gradient(

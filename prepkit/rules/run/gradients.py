@@ -217,8 +217,8 @@ def _stale(facts: RunFacts) -> Iterator[Hit]:
 def _misplaced(facts: RunFacts) -> Iterator[Hit]:
     found = facts.gradients
     if found is not None and found.misplaced:
-        what = f"{count(len(found.misplaced), 'gradient')} still to be summed over ranks, or of another dtype"
-        yield Hit(at(found.misplaced[0]), f"{what} than the parameter: {some(found.misplaced)}.")
+        what = f"{count(len(found.misplaced), 'gradient')} of another dtype than the parameter"
+        yield Hit(at(found.misplaced[0]), f"{what}: {some(found.misplaced)}.")
 
 
 _BOTH = (Moment.FIRST_STEP, Moment.AUDIT)
@@ -376,11 +376,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.gradients-misplaced",
-        summary="A gradient is summed over the ranks of its layer, and has the dtype of its parameter.",
+        summary="A gradient has the dtype of its parameter.",
         check=_misplaced,
         at=_BOTH,
         needs=(Need.GRADIENTS,),
-        fix="Report it: torch gives no such gradient to a parameter that it has cut.",
+        fix="Report it: torch gives no such gradient to a parameter.",
         overridable=False,
         stops="the optimizer could not add it to the parameter",
     ),

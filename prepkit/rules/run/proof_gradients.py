@@ -405,11 +405,24 @@ def slopes(facts: ProofFacts) -> Iterator[Hit]:
     One along which the loss does not change at all may stand for another, as of a rounding, and is told beside others.
     """
     found: dict[str, list[str]] = {}
-    for one in facts.slopes if any(one.ratios for one in facts.slopes) else ():
+    wrong = [one for one in facts.slopes if not (_adds_up(facts) and _is_whole(one, facts.world))]
+    for one in wrong if any(one.ratios for one in wrong) else ():
         found.setdefault(_sloped(one, facts.world), []).append(_whose(one))
     for why, names in found.items():
         whose = "All gradients are" if len(names) == facts.measured else f"Gradients of {_parameters(names)} are"
         yield Hit(at(names[0].partition(" ")[0]), f"{whose} {why}: {some(names)}.")
+
+
+def _adds_up(facts: ProofFacts) -> bool:
+    """Return whether each rank's loss is its part of one, so that gradients are added up and divided by no ranks."""
+    weights = [share.weight for share in facts.shares]
+    parts = bool(weights) and near(sum(weights) / len(weights), 1 / facts.world)
+    unknown = any(share.given or (share.total and share.count is None) for share in facts.shares)
+    return len(facts.slopes) == facts.measured and (parts or unknown)
+
+
+def _is_whole(one: Slope, world: int) -> bool:
+    return bool(one.ratios) and not one.turned and all(near(ratio, world) for ratio in one.ratios)
 
 
 def _parameters(names: list[str]) -> str:
@@ -434,3 +447,16 @@ def _sloped(one: Slope, world: int) -> str:
         if one.ratios and not one.turned and near(one.ratios[0], number):
             return f"{number:g} x {should}: {why}"
     return f"not {should}: a part that crosses to other ranks does not come back, or is changed on its way"
+
+
+def handed_back(facts: ProofFacts) -> Iterator[Hit]:
+    """What stages have gone backward with."""
+    for rank in dict.fromkeys(one.rank for one in facts.handed_back):
+        found = [one for one in facts.handed_back if one.rank == rank]
+        first = found[0]
+        made = f"what rank {first.to} has made of its call {first.of}" if first.of is not None else "something else"
+        said = (
+            f"What rank {rank} had sent from its call {first.call}, rank {first.to} has taken in its call {first.got}"
+        )
+        more = f" ({len(found)} calls are so)" if len(found) > 1 else ""
+        yield Hit("gradients", f"{said}, and rank {rank} goes backward over it with {made}{more}.")

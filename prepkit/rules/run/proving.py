@@ -21,6 +21,7 @@ from prepkit.rules.run.proof_gradients import (
     clipped,
     cut_off,
     gradients,
+    handed_back,
     made_otherwise,
     micro_batch,
     no_gradient,
@@ -311,6 +312,13 @@ RULES: tuple[Rule, ...] = (
         "added up over the ranks that took them (torch.distributed.nn.functional does), each once; what all ranks hold "
         "alike is averaged, and what is a rank's own divided by the ranks.",
         slopes,
+    ),
+    _row(
+        "prove.handed-back",
+        "A stage goes backward over what it has sent with the gradient of that.",
+        "Take gradients in the order in which activations were sent: a stage that keeps them in a list takes the first "
+        "(pop(0)) where the next one goes backward in that order.",
+        handed_back,
     ),
     _row(
         "prove.left-over",
