@@ -116,11 +116,10 @@ def test_ranks_that_wait_for_each_other_are_named_and_ended(tmp_path: Path) -> N
     assert f"Every rank waits for another one: {first}; {second}" in said
 
 
-def test_a_rank_that_is_slow_before_its_backward_is_waited_for(tmp_path: Path) -> None:
-    text = SCRIPT.format(wrapped=f"{DDP}\n{SLOW}", params="model.parameters()", fails="")
-    (tmp_path / "train.py").write_text(text)
-    done = python("-m", "prepkit", "audit", "--torchrun", "2", str(tmp_path / "train.py"), TMPDIR=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_rank_that_is_slow_before_its_backward_is_waited_for(tmp_path: Path, forked_torchrun: list[Ran]) -> None:
+    script = _script(tmp_path, wrapped=f"{DDP}\n{SLOW}")
+    assert run("audit", "--torchrun", "2", script).exit_code == 0, forked_torchrun
+    assert [one.code for one in forked_torchrun] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import faulthandler
 import gc
 import signal
+import sys
+from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
@@ -19,6 +21,8 @@ from pytest_timeout import timeout_sigalrm
 from tests.support.patience import Patience
 
 MARGIN_S = 100.0
+LIBRARY = 50
+"""Modules more than before, from which on a test has imported a library."""
 
 
 @pytest.hookimpl
@@ -54,5 +58,19 @@ def _arm(item: pytest.Item, seconds: float) -> None:
 
 def pytest_collection_finish() -> None:
     """From here on no garbage collection looks at what was imported: that takes a third of a second each time."""
+    _set_aside()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Nor at what a test has imported, or left in caches, nor does an audit, which asks for all objects many times."""
+    modules = len(sys.modules)
+    done = yield
+    if nextitem is not None and (nextitem.path != item.path or len(sys.modules) >= modules + LIBRARY):
+        _set_aside()
+    return done
+
+
+def _set_aside() -> None:
     gc.collect()
     gc.freeze()

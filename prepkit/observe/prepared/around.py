@@ -304,15 +304,19 @@ _WRAPPING = ("torch.", "deepspeed")
 
 def _bodies(tree: ast.AST, line: int) -> list[tuple[list[ast.stmt], ast.AST]]:
     """Lists of statements around a line, the innermost first, each with whose body it is; those of its function."""
-    found: list[tuple[list[ast.stmt], ast.AST]] = []
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            body = getattr(node, name, None)
-            if isinstance(body, list) and body and body[0].lineno <= line <= (body[-1].end_lineno or 0):
-                found.append((body, node if name == "body" else tree))
+    blocks = _blocks(tree)
+    found = [one for one in blocks if one[0][0].lineno <= line <= (one[0][-1].end_lineno or 0)]
     found.sort(key=lambda one: (one[0][-1].end_lineno or 0) - one[0][0].lineno)
     inside = [*takewhile(lambda one: not isinstance(one[1], ast.FunctionDef | ast.AsyncFunctionDef), found)]
     return [*inside, *found[len(inside) : len(inside) + 1]]
+
+
+@lru_cache(maxsize=256)
+def _blocks(tree: ast.AST) -> tuple[tuple[list[ast.stmt], ast.AST], ...]:
+    """All lists of statements of a tree of ``parsed``, each with whose body it is."""
+    names = ("body", "orelse", "finalbody")
+    every = ((getattr(node, name, None), node if name == "body" else tree) for node in nodes(tree) for name in names)
+    return tuple((block, home) for block, home in every if isinstance(block, list) and block)
 
 
 def _is_beside(node: ast.stmt) -> bool:

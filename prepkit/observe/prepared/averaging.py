@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +213,21 @@ def averages_weights(reduced: Container[str]) -> str:
     own = own_frames()
     imported = (code.co_filename for one in own for code in codes_of(one.f_globals))
     trees = {file: parsed(file) for file in dict.fromkeys((*(one.f_code.co_filename for one in own), *imported))}
-    called = {name_of(one) for tree in trees.values() for one in nodes_of(tree, ast.Call)}
-    for file, tree in trees.items():
-        functions = [one for one in nodes_of(tree, ast.FunctionDef) if one.name not in called]
+    averaging = {file: calls for file, tree in trees.items() if (calls := _averaging(tree))}
+    called = {name_of(one) for tree in trees.values() for one in nodes_of(tree, ast.Call)} if averaging else set()
+    for file, calls in averaging.items():
+        functions = [one for one in nodes_of(trees[file], ast.FunctionDef) if one.name not in called]
         idle = {id(one) for function in functions for one in ast.walk(function)}
-        for call in _averaged_weights(tree):
+        for call in calls:
             if id(call) not in idle and (line := f"{Path(file).name}:{call.lineno}") not in reduced:
                 return line
     return ""
+
+
+@lru_cache(maxsize=256)
+def _averaging(tree: ast.AST) -> tuple[ast.Call, ...]:
+    """Once for each tree of ``parsed``, since a program audits itself, and is audited, at many places."""
+    return tuple(_averaged_weights(tree))
 
 
 def _averaged_weights(tree: ast.AST) -> Iterator[ast.Call]:

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -141,20 +142,27 @@ def mixes_itself() -> Iterator[tuple[str, str, str]]:
         if not (any(f"{one}()" in text for one in WEIGHTS) and (".data" in text or any(one in text for one in MIXES))):
             continue
         tree = parsed(file)
-        apart = [one for one in nodes_of(tree, ast.If) if "is not" in ast.unparse(one.test)]
-        asked = {id(inside) for one in apart for inside in ast.walk(one)}
-        for loop in nodes_of(tree, ast.For):
-            if id(loop) in asked:
-                continue
-            targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
-            mixed = [one for node in loop.body for one in ast.walk(node) if _mixes(one, targets)]
-            owners = dict.fromkeys(ast.unparse(one) for node in (loop.iter, *mixed) for one in _owners(node))
-            if mixed and len(owners) == 2:
-                said = [Expression(one, file, loop.lineno) for one in owners]
-                pairs = _given(said, _function_of(tree, loop.lineno), texts)
-                found = (pair for pair in pairs if _are_one(pair, frames))
-                line = f"{Path(file).name}:{mixed[0].lineno}"
-                yield from ((line, one.text, other.text) for one, other in islice(found, 1))
+        for loop, mixes, owners in _mixing(tree):
+            said = [Expression(one, file, loop) for one in owners]
+            pairs = _given(said, _function_of(tree, loop), texts)
+            found = (pair for pair in pairs if _are_one(pair, frames))
+            line = f"{Path(file).name}:{mixes}"
+            yield from ((line, one.text, other.text) for one, other in islice(found, 1))
+
+
+@lru_cache(maxsize=256)
+def _mixing(tree: ast.AST) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+    """By loop that mixes the weights of two models: its line, that of what mixes, and both as they are written."""
+    apart = [one for one in nodes_of(tree, ast.If) if "is not" in ast.unparse(one.test)]
+    asked = {id(inside) for one in apart for inside in ast.walk(one)}
+    found: list[tuple[int, int, tuple[str, ...]]] = []
+    for loop in (one for one in nodes_of(tree, ast.For) if id(one) not in asked):
+        targets = {one.id for one in ast.walk(loop.target) if isinstance(one, ast.Name)}
+        mixed = [one for node in loop.body for one in ast.walk(node) if _mixes(one, targets)]
+        owners = dict.fromkeys(ast.unparse(one) for node in (loop.iter, *mixed) for one in _owners(node))
+        if mixed and len(owners) == 2:
+            found.append((loop.lineno, mixed[0].lineno, tuple(owners)))
+    return tuple(found)
 
 
 def _are_one(pair: tuple[Expression, Expression], frames: Sequence[FrameType]) -> bool:
