@@ -289,6 +289,8 @@ class WindowFacts:
     one model, send none."""
     rests_apart: tuple[str, ...] = ()
     """Classes of models that train on no rank, and of which ranks that call them hold other weights."""
+    strays_apart: tuple[tuple[int, ...], ...] = ()
+    """Shapes of tensors of no module that are stepped beside what a wrapper averages, each rank by its own gradient."""
     averages_weights: str = ""
     """The line of the program that averages weights over ranks, be it called or not; empty: none was seen."""
     trainer: str = ""

@@ -20,7 +20,7 @@ OTHER = 0.9
 
 
 @frozen(eq=False)
-class Handed:
+class PassedOn:
     """Sketches of an output that a rank has sent, or of an input that it has got, and of what came back to that."""
 
     call: int
@@ -28,20 +28,20 @@ class Handed:
     gradient: Tensor
 
 
-Sides = tuple[list[Handed], list[Handed]]
+Sides = tuple[list[PassedOn], list[PassedOn]]
 """What a rank may have sent, and got."""
 
 
 def sides(record: Record) -> Sides:
     """Those of one rank."""
-    sent, got = list[Handed](), list[Handed]()
+    sent, got = list[PassedOn](), list[PassedOn]()
     for number in range(len(record.head.calls)):
         for key, one in record.tensors.items():
             kind, _, place = key.partition(f"/{number}/")
             if kind == "output" and (seen := record.tensors.get(f"seen/{number}/{place}")) is not None:
-                sent.append(Handed(number, seen, sketch(numbers(one))))
+                sent.append(PassedOn(number, seen, sketch(numbers(one))))
             if kind == "back":
-                got.append(Handed(number, sketch(numbers(record.tensors[f"input/{number}/{place}"])), one))
+                got.append(PassedOn(number, sketch(numbers(record.tensors[f"input/{number}/{place}"])), one))
     return sent, got
 
 
@@ -58,7 +58,7 @@ def handed_back(every: Sequence[Sides]) -> Iterator[HandedBack]:
                 yield HandedBack(rank=rank, call=one.call, to=to, got=got.call, of=of[0] if of else None)
 
 
-def _same(one: Handed, other: Handed) -> bool:
+def _same(one: PassedOn, other: PassedOn) -> bool:
     return one.values.shape == other.values.shape and torch.equal(one.values, other.values)
 
 

@@ -17,7 +17,7 @@ from attrs import evolve
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere
+from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere, heard_behind
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import as_main, audited_at_first_step, told
 from prepkit.facts.proof import HandedBack, ProofFacts
@@ -29,6 +29,7 @@ from prepkit.proving.record_file import Record, TooLarge, write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.slopes import by_slopes
 from prepkit.proving.steppers import given_to
+from prepkit.proving.strays import HeardStrays, strays_apart
 from prepkit.ranks.arrivals import Arrivals, RanksApart
 from prepkit.ranks.world import world
 from prepkit.rules import found
@@ -105,12 +106,13 @@ def prove_script(
             one.around.averages = found.facts.window.averages_weights if found.facts.window else ""
 
     def counted(optimizer: Any, *_: Any) -> None:
+        strays.hears(optimizer, given_to(optimizer))
         steps.extend([None] * any(param.grad is not None for param in given_to(optimizer)))
         if len(steps) >= ENOUGH and not any(one.stepped for one in recorder.family):
             raise WindowDone
 
     steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals(gives_up)
-    behind = HeardBehind()
+    behind, strays = HeardBehind(), HeardStrays()
     recorder = Recorder(when_done=end, agrees=_in_turn(arrivals), traces=keep is not None, lingers=True)
     hook = register_optimizer_step_post_hook(counted)
     try:
@@ -131,7 +133,8 @@ def prove_script(
     finally:
         hook.remove()
     if proof is not None and seen:
-        proof = _beside(proof, everywhere(seen[0]) if arrivals.alone else seen[0], behind)
+        found = everywhere(seen[0]) if arrivals.alone else _with_strays(seen[0], strays, proof)
+        proof = _beside(proof, found, behind)
     arrivals.lets_go()
     return proof
 
@@ -140,6 +143,14 @@ def _beside(proof: Proof, found: Audit, behind: HeardBehind) -> Proof:
     """The proof with the audit of its first step, and what was heard behind that, but for what it tells itself."""
     told = untold((*found.findings, *behind.beside(found)), proof.findings)
     return evolve(proof, audit=evolve(found, findings=tuple(told)))
+
+
+def _with_strays(found: Audit, strays: HeardStrays, proof: Proof) -> Audit:
+    """With what is wrong with tensors of no module that optimizers have stepped behind the first too. Collective."""
+    told = () if proof.facts.unproven else heard_behind({"strays_apart": strays_apart(strays.held)})
+    known = {(one.rule, one.where) for one in found.findings}
+    more = tuple(one for one in told if (one.rule, one.where) not in known)
+    return evolve(found, findings=found.findings + more)
 
 
 def _forget(recorder: Recorder, steps: list[None]) -> None:

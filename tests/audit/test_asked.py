@@ -31,7 +31,12 @@ for _ in range(3):
 
 @pytest.mark.parametrize(
     ("how", "then", "told"),
-    [("", "", True), ("", "assert any(one.requires_grad for one in model.parameters())", True), (", is_trainable=True", "", False), ("", "loaded.requires_grad_(False)", False)],
+    [
+        ("", "", True),
+        ("", "assert any(one.requires_grad for one in model.parameters())", True),
+        (", is_trainable=True", "", False),
+        ("", "loaded.requires_grad_(False)", False),
+    ],
     ids=["as loaded", "asked of", "to be trained", "frozen on purpose"],
 )
 def test_adapters_that_were_loaded_frozen_are_told(tmp_path: Path, how: str, then: str, *, told: bool) -> None:

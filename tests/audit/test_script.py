@@ -676,16 +676,30 @@ IN_ONE = (
 )
 PROVEN_ALONE = "Sequential of rank 1: proof of 1 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain"
 
+WIDTHS = f"""{HAND}
+actor = nn.parallel.DistributedDataParallel(nn.Linear(8, 2))
+critic = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+width = nn.Parameter(torch.zeros(2))
+acts = torch.optim.Adam([*actor.parameters(), width])
+values = torch.optim.Adam(critic.parameters())
+for x, _ in data:
+    values.zero_grad()
+    (critic(x)[:, 0] - x.sum(1)).square().mean().backward()
+    values.step()
+    said = actor(x)
+    drawn = said.detach() + torch.randn(6, 2, generator=draws)
+    acts.zero_grad()
+    (width + 0.5 * ((drawn - said) / width.exp()).square()).mean().backward()
+    acts.step()
+"""
+
 RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
     "stages": (STAGES, "of rank 1: proof of 1 x 3 micro-batches in float32, 4 gradients, 4 steps: trained as plain"),
     "stages of one shape": (EQUAL, "of rank 1: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: trained"),
     "a stage that steps before it answers": (LATE, "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients"),
-    "a layer that is cut": (CUT, "the model calls a collective of its own (c10d::allreduce_, train.py:"),
-    "experts": (EXPERTS, "the model calls a collective of its own (c10d::alltoall_base_, train.py:"),
-    "experts whose gradients a hook divides": (
-        HOOKED,
-        "the model calls a collective of its own (c10d::alltoall_base_, train.py:",
-    ),
+    "a layer that is cut": (CUT, "gradients by their slopes, 7 steps: trained as plain torch trains it"),
+    "experts": (EXPERTS, "gradients by their slopes, 10 steps: trained as plain torch trains it"),
+    "experts whose gradients a hook divides": (HOOKED, "gradients by their slopes, 10 steps: trained as plain torch"),
     "owners of parts": (
         OWNERS,
         "proof of 2 x 1 micro-batches in float32, 4 gradients, 4 steps: trained as plain torch",
@@ -720,6 +734,16 @@ RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
 """Each with what its proof says."""
 WRONG_BY_HAND: dict[str, tuple[str, bool, str]] = {
     "a stage that does not divide": (STAGES.replace(" / 3)", ")"), True, "prove.accumulation at Sequential of rank 1"),
+    "a stage that takes its last micro-batch first": (
+        STAGES.replace("for one in outputs:\n", "for one in reversed(outputs):\n"),
+        True,
+        "prove.handed-back at Sequential of rank 0: gradients: What rank 0 had sent from its call 0, rank 1 has",
+    ),
+    "a width of no module that is stepped behind a critic": (
+        WIDTHS,
+        True,
+        "run.not-averaged at optimizer: It steps 1 tensor of no module (shapes [2]) beside parameters of the model",
+    ),
     "a stage that clears nothing": (
         STAGES.replace("    optimizer.zero_grad()", "    if rank == 1: optimizer.zero_grad()"),
         True,

@@ -1,4 +1,4 @@
-"""Programs whose wrappers make two weights of one, or rows of matrices; their right twins, and teachers in shards."""
+"""Programs whose wrappers make two weights of one, rows of matrices, or leave one out; their right twins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import copy
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import Replicate, parallel
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn import functional as fn
 
 from tests.audit.case import adam
@@ -140,14 +141,80 @@ def decayed_by_dims(*, behind: bool) -> Callable[[int, int], None]:
     return run
 
 
+def width_beside_the_model(rank: int, world: int, *, averages: bool = False) -> None:
+    """A policy whose width is a parameter of no module, as that of normal actions is."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, 2))
+    width = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.Adam([*model.parameters(), width], lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        optimizer.zero_grad()
+        said = model(torch.randn(16, WIDE, generator=generator))
+        acts = said.detach() + torch.randn(16, 2, generator=generator)
+        (width + 0.5 * ((acts - said) / width.exp()).square()).mean().backward()
+        if averages:
+            assert width.grad is not None
+            dist.all_reduce(width.grad)
+            width.grad /= world
+        optimizer.step()
+
+
+def width_beside_the_model_that_is_averaged(rank: int, world: int) -> None:
+    width_beside_the_model(rank, world, averages=True)
+
+
+def noise_of_each_rank(rank: int, world: int) -> None:
+    """An adversarial example, which an optimizer of its own steps, on each rank for its own samples."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, 2))
+    x = torch.randn(16, WIDE, generator=torch.Generator().manual_seed(rank))
+    noise = torch.zeros_like(x, requires_grad=True)
+    moves, optimizer = torch.optim.SGD([noise], lr=0.1, maximize=True), adam(model)
+    for _ in range(2):
+        goal = (x.sum(1) > 0).long()
+        fn.cross_entropy(model(x + noise), goal).backward()
+        moves.step()
+        optimizer.zero_grad()
+        fn.cross_entropy(model(x + noise.detach()), goal).backward()
+        optimizer.step()
+        moves.zero_grad()
+        optimizer.zero_grad()
+
+
+def norms_of_parts_of_a_sequence(rank: int, world: int) -> None:
+    """Whose gradients torch leaves partial, for the optimizer to add up."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDE), nn.Linear(WIDE, 2 * WIDE), nn.GELU(), nn.Linear(2 * WIDE, WORDS))
+    cut, rows = parallel.SequenceParallel(), Shard(1)
+    parallel.parallelize_module(
+        model,
+        init_device_mesh("cpu", (world,)),
+        {
+            "": parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=rows),
+            "0": cut,
+            "1": parallel.ColwiseParallel(input_layouts=rows),
+            "3": parallel.RowwiseParallel(),
+        },
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 2 * world, WIDE, generator=generator)
+    goal = torch.randint(WORDS, (4, 2 * world), generator=generator)
+    said = model(x)
+    assert said.shape[:2] == goal.shape, "the last layer puts the parts together"
+    taken(model, adam(model), fn.cross_entropy(said.flatten(0, 1), goal.flatten()))
+
+
 _PARTED = (ends_in_units_of_fsdp1, an_end_in_a_unit_of_fsdp1, ends_that_are_cut)
 WRONG_TIES: tuple[Loop, ...] = (
     *(Loop(run, ranks=2, rule="run.tie-broken") for run in _PARTED),
     Loop(decayed_by_dims(behind=True), ranks=2, rule="run.decays-nothing"),
+    Loop(width_beside_the_model, ranks=2, rule="run.not-averaged"),
 )
 _WHOLE = (ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards)
 _CUT = (ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_dims(behind=False))
+_BESIDE = (width_beside_the_model_that_is_averaged, noise_of_each_rank, norms_of_parts_of_a_sequence)
 RIGHT_TIES: tuple[Loop, ...] = (
     Loop(beside_what_was_freed),
-    *(Loop(run, ranks=2) for run in (*_WHOLE, *_CUT)),
+    *(Loop(run, ranks=2) for run in (*_WHOLE, *_CUT, *_BESIDE)),
 )

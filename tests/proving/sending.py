@@ -122,6 +122,21 @@ class Norms(nn.Module):
         return self.head(torch.relu(self.inner((x - mean) / (square - mean.square() + 1e-5).sqrt())))
 
 
+def norms_summed(rank: int, world: int) -> Window:
+    """Each rank's loss is its part of one, and gradients are added up."""
+    model = seeded(lambda: Norms(through.all_reduce))
+    optimizer = adam(model)
+
+    def train() -> None:
+        x, y = next(micros(1))
+        (functional.cross_entropy(model(x), y, reduction="sum") / (world * len(x))).backward()
+        for param in model.parameters():
+            dist.all_reduce(param.grad)
+        optimizer.step()
+
+    return Window(model, train)
+
+
 def norms(summed: Any) -> Window:
     model = DDP(seeded(lambda: Norms(summed)))
     optimizer = adam(model)
@@ -150,7 +165,7 @@ def norms_over_all(rank: int, world: int) -> Window:
     return norms(through.all_reduce)
 
 
-RIGHT_SENDING = (cut_by_hand, experts_by_hand, norms_over_all)
+RIGHT_SENDING = (cut_by_hand, experts_by_hand, norms_over_all, norms_summed)
 
 
 def nothing_comes_back_to_what_enters(rank: int, world: int) -> Window:

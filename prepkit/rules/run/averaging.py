@@ -77,6 +77,7 @@ def _by_hand(facts: RunFacts, name: str) -> bool:
 
 
 def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
+    yield from _strays(facts)
     own = _own_steps(facts)
     alone = [param for param in _alone(facts) if param.name not in own]
     if not facts.optimizers or not alone or _out_of_sight(facts):
@@ -92,6 +93,14 @@ def _not_averaged(facts: RunFacts) -> Iterator[Hit]:
         if facts.window is not None and facts.window.communicates:
             fix = f"Where layers behind it are cut over ranks, add up the gradients of what they are given. Else: {fix}"
         yield Hit(at(alone[0].name), what, fix)
+
+
+def _strays(facts: RunFacts) -> Iterator[Hit]:
+    strays = facts.window.strays_apart if facts.window is not None and not facts.window.averages_weights else ()
+    if strays:
+        shapes = ", ".join(str([*shape]) for shape in strays[:3])
+        what = f"It steps {count(len(strays), 'tensor')} of no module (shapes {shapes}) beside parameters of the model"
+        yield Hit("optimizer", f"{what}: each rank has a gradient of its own, and nobody averages it.", _STRAYS)
 
 
 def _maybe_by_hand(facts: RunFacts) -> Iterator[Hit]:
@@ -140,6 +149,10 @@ _CUT = (
     "in DistributedDataParallel."
 )
 _OWN_SIZES = "Nothing, where that is meant; else build the model from one config on every rank, and wrap all of it."
+_STRAYS = (
+    "Make it a parameter of the module that is wrapped, so that forward uses it; or average its gradient behind the "
+    "backward: dist.all_reduce(param.grad), and divide by the ranks."
+)
 BESIDE = "a model that an optimizer of its own steps, beside one whose gradients are averaged: a rank's own part"
 LEAVE = (
     "Leave no_sync() before the last backward of a window; it stays on where weights are averaged in the place of "
