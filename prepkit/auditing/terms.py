@@ -16,6 +16,7 @@ from torch.autograd import grad
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
+from prepkit.auditing.bare_slopes import BareSlopes
 from prepkit.auditing.given_back import GivenBack
 from prepkit.auditing.leftovers import dropped, half_mixed, overwritten
 from prepkit.auditing.own_backwards import OwnBackwards
@@ -80,6 +81,7 @@ class Terms:
 
     given_back: GivenBack = field(factory=GivenBack)
     own_backwards: OwnBackwards = field(factory=OwnBackwards)
+    bare_slopes: BareSlopes = field(factory=BareSlopes)
     _lines: set[str] = field(factory=set)
     _hooked: bool = False
     """Whether hooks hang on tensors, or on what graphs save, which must not run twice."""
@@ -102,6 +104,7 @@ class Terms:
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(self.given_back.on())
             stack.enter_context(self.own_backwards.on())
+            stack.enter_context(self.bare_slopes.on())
             for home, name in ((Tensor, "register_hook"), (Tensor, "retain_grad"), (saved_tensors_hooks, "__enter__")):
                 stack.enter_context(around_calls(home, name, self._hooks))
             yield
@@ -112,7 +115,7 @@ class Terms:
             flat=tuple(self._resting(first)),
             targets=tuple(self.targets),
             cancelled=tuple(self.cancelled),
-            constants=tuple(self.constants),
+            constants=(*self.constants, *self.bare_slopes.found),
             divergences=tuple(self.divergences),
             masked=tuple(self.masked),
             undone=tuple(self.undone),

@@ -306,11 +306,52 @@ def listened_to_by_another(rank: int, world: int) -> None:
     optimizer.step()
 
 
+def residual(rank: int, world: int, *, graph: bool = False) -> None:
+    """Of an equation that a network is to solve."""
+    model, optimizer, x, y = begun()
+    x.requires_grad_()
+    said = model(x)
+    slope = torch.autograd.grad(said.sum(), x, retain_graph=True, create_graph=graph)[0]
+    along = slope[:, :1]
+    rest = along - 0.5 * said * (1 - said)
+    (rest.square().mean() + fn.mse_loss(said, y)).backward()
+    optimizer.step()
+
+
+def residual_with_a_graph(rank: int, world: int) -> None:
+    residual(rank, world, graph=True)
+
+
+def gradient_of_a_helper(said: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(outputs=said, inputs=x, grad_outputs=torch.ones_like(said), retain_graph=True)[0]
+
+
+def residual_by_a_helper(rank: int, world: int) -> None:
+    model, optimizer, x, _ = begun()
+    x.requires_grad_()
+    said = model(x)
+    slope = gradient_of_a_helper(said, x)
+    (slope.sum(1, keepdim=True) + said).square().mean().backward()
+    optimizer.step()
+
+
+def samples_moved_by_their_slope(rank: int, world: int) -> None:
+    """Adversarial examples."""
+    model, optimizer, x, y = begun()
+    x.requires_grad_()
+    loss = fn.mse_loss(model(x), y)
+    slope = torch.autograd.grad(loss, x)[0]
+    worse = x.detach() + 0.1 * slope.sign()
+    (fn.mse_loss(model(x.detach()), y) + fn.mse_loss(model(worse), y)).backward()
+    optimizer.step()
+
+
 WRONG_UNTRAINED: tuple[Loop, ...] = tuple(
     Loop(run, rule="run.term-constant")
     for run in (
         *(threshold_in_a_function, threshold_that_is_given, threshold_by_name, penalty_without_a_graph),
         *(threshold_in_a_criterion, errors_counted_in_a_model, threshold_in_a_function_that_calls_the_model),
+        *(residual, residual_by_a_helper),
     )
 )
 RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
@@ -320,5 +361,6 @@ RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
         *(overlap_that_is_printed, value_shown_with_another_gradient, threshold_of_a_teacher, share_of_samples),
         *(shifted_by_its_largest, criterion_that_trains, model_that_scores_itself, listened_to_by_another),
         *(table_of_its_own, many_calls_and_no_backward),
+        *(residual_with_a_graph, samples_moved_by_their_slope),
     )
 )
