@@ -263,6 +263,8 @@ class ProofFacts:
     """Outputs of the model to which something behind it has done what can be named, a sentence each."""
     unrepeated: str = ""
     """Which output of a forward the replay does not give again, so that gradients were not compared; empty: none."""
+    in_parts: bool = False
+    """Whether layers are cut over ranks, which were given the same."""
     unrepeated_on: tuple[int, ...] = ()
     """The ranks on which such outputs are, where those of rank 0, whose model is copied, repeat."""
     limits: tuple[str, ...] = ()

@@ -205,6 +205,7 @@ def replayed(window: Replay) -> ProofFacts:
         miscounted=miscounted(records),
         lines=first.lines,
         outputs=outputs.changed,
+        in_parts=first.cut and all(read(one) == read(records[0]) for one in records),
         **{name: getattr(outputs, name) for name in ("unrepeated", "unrepeated_on")},
         limits=(*limits, *more, *unlike, *meant(records), *odd_calls(records), *((no_step,) if no_step else ())),
     )

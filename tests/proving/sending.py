@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as through
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 from tests.proving.unusual import seeded
@@ -192,6 +194,31 @@ def experts_averaged(rank: int, world: int) -> Window:
     return experts(_function(_exchanged, _exchanged), averages_own=True)
 
 
+class Gated(nn.Module):
+    """Gate and value come of one layer, which is cut by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 16), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.both(x).chunk(2, -1)
+        return self.down(functional.silu(gate) * value)
+
+
+def gate_and_value_that_are_cut_as_one(rank: int, world: int) -> Window:
+    model = seeded(Gated)
+    plan = {"both": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    optimizer = adam(model)
+
+    def train() -> None:
+        loss_of(model, next(micros(1, rank=0))).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
 TWICE = "2 x what the average of all ranks' losses changes by: added up over the ranks once too often"
 NOT_BACK = "a part that crosses to other ranks does not come back, or is changed on its way"
 ERRORS_SENDING: tuple[tuple[Callable[[int, int], Window], str, str], ...] = (
@@ -200,5 +227,6 @@ ERRORS_SENDING: tuple[tuple[Callable[[int, int], Window], str, str], ...] = (
     (experts_never_divided, "prove.slope", TWICE),
     (tokens_that_come_back_to_the_wrong_rank, "prove.slope", NOT_BACK),
     (norms_without_the_others_gradient, "prove.slope", NOT_BACK),
+    (gate_and_value_that_are_cut_as_one, "prove.unproven", "Its layers are cut over ranks, and compute otherwise"),
     (experts_averaged, "prove.slope", "each of which holds weights of its own there: a wrapper has averaged them"),
 )

@@ -399,6 +399,14 @@ def cut_off(facts: ProofFacts) -> Iterator[Hit]:
         yield Hit("proof", f"{said}: nothing trains {them}.", _CUT_OFF)
 
 
+def outputs(facts: ProofFacts) -> Iterator[Hit]:
+    """What the loop gets that the model does not return."""
+    if facts.outputs and not weights_by_rank(facts):  # which it tells
+        others = f" (and {count(len(facts.outputs) - 1, 'other')})" if len(facts.outputs) > 1 else ""
+        untold = ". Gradients were not compared" if facts.unrepeated else ""
+        yield Hit("outputs", f"What the loop gets is not what the model returns: {facts.outputs[0]}{others}{untold}.")
+
+
 def slopes(facts: ProofFacts) -> Iterator[Hit]:
     """What gradients are, where all ranks have measured what they should be.
 

@@ -27,6 +27,7 @@ from prepkit.rules.run.proof_gradients import (
     no_gradient,
     not_clipped,
     only_in,
+    outputs,
     past_wrapper,
     slopes,
     tokens,
@@ -42,6 +43,11 @@ _BY_RANK = (
 _REPEATS = (
     "While you prove, keep what a forward changes (a counter) in buffers, and draw from torch's generator; where it "
     "has neither, look at what computes the forward, as an engine that changes outputs."
+)
+_IN_PARTS = (
+    "Look at what splits an output of a cut layer by its width: a chunk of gate and value, or of query, key and value, "
+    "splits this rank's part of a fused matrix. Cut each of them as a layer of its own, or order the rows by rank; and "
+    "see that what all ranks hold alike draws alike."
 )
 _PATCHED = (
     "Write a forward that was put in another's place so that it uses its own module, as types.MethodType(function, "
@@ -259,14 +265,10 @@ def _unproven(facts: ProofFacts) -> Iterator[Hit]:
         on = f" of rank {spans(facts.unrepeated_on)} does not repeat, and that of rank 0, which was copied, does"
         who = on if facts.unrepeated_on else " does not repeat"
         what = f"The forward{who}: {facts.unrepeated}. Gradients were not compared."
-        yield Hit("proof", what, _PATCHED if facts.unreached else _BY_RANK if facts.unrepeated_on else _REPEATS)
-
-
-def _outputs(facts: ProofFacts) -> Iterator[Hit]:
-    if facts.outputs and not weights_by_rank(facts):  # which it tells
-        others = f" (and {count(len(facts.outputs) - 1, 'other')})" if len(facts.outputs) > 1 else ""
-        untold = ". Gradients were not compared" if facts.unrepeated else ""
-        yield Hit("outputs", f"What the loop gets is not what the model returns: {facts.outputs[0]}{others}{untold}.")
+        if facts.in_parts:
+            what += " Its layers are cut over ranks, and compute otherwise than they do whole."
+        fix = _PATCHED if facts.unreached else _BY_RANK if facts.unrepeated_on else _REPEATS
+        yield Hit("proof", what, _IN_PARTS if facts.in_parts else fix)
 
 
 def _row(
@@ -296,7 +298,7 @@ RULES: tuple[Rule, ...] = (
         "The loop gets what the model returns.",
         "Look for what stands around the model: hooks of a wrapper, an output dtype, a gather or a slice of outputs; "
         "what is meant, as a temperature, belongs into the model or the loss.",
-        _outputs,
+        outputs,
         severity=Severity.WARNING,
     ),
     _row(
