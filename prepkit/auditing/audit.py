@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -19,8 +20,10 @@ from prepkit.auditing.window import goes_backward
 from prepkit.facts import Env
 from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
+from prepkit.findings import RunRefused
 from prepkit.objects.alive import alive
 from prepkit.objects.whole_gradients import average_without
+from prepkit.observe.fingerprints.parts import masters_apart
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, local_sgd, sends_by_hand
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
@@ -74,6 +77,8 @@ def audit(
     facts = evolve(facts, inside_window=inside, unused_window=unused and not by_hand)
     if facts.engine is not None and at_step:
         facts = evolve(facts, engine=evolve(facts.engine, past=past_engine(optimizer, model)))
+        with suppress(RunRefused):  # of masters that lie where nobody can read them
+            facts = evolve(facts, masters_apart=masters_apart(model))
     if facts.world_size > 1:
         sends = sends_by_hand() if window is None else ""
         facts = evolve(facts, averages_beside=_averages_beside(facts, model), mixes_empty=mixes_empty(model))

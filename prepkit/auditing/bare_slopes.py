@@ -19,7 +19,7 @@ from prepkit.observe.prepared.around import nodes_of, own_frames, parsed
 from prepkit.observe.prepared.instead import around_calls
 
 MADE = "torch.autograd.grad(...) without create_graph=True"
-Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+Body = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
 
 @define(eq=False)
@@ -64,7 +64,7 @@ class BareSlopes:
             return
 
 
-def _statement(frame: FrameType) -> tuple[Scope, ast.stmt | None]:
+def _statement(frame: FrameType) -> tuple[Body, ast.stmt | None]:
     """The function in which a frame stands, and the statement there."""
     tree, line = parsed(frame.f_code.co_filename), frame.f_lineno
     homes = [one for one in nodes_of(tree, ast.FunctionDef, ast.AsyncFunctionDef) if _has(one, line)]
@@ -77,7 +77,7 @@ def _has(one: ast.stmt, line: int) -> bool:
     return one.lineno <= line <= (one.end_lineno or one.lineno)
 
 
-def _joined(scope: Scope, statement: ast.stmt, results: set[str], taken: set[str]) -> str:
+def _joined(scope: Body, statement: ast.stmt, results: set[str], taken: set[str]) -> str:
     """The name of a result that is added to what it was taken of, or is taken off it, further on; empty: none is."""
     every = (one for one in ast.walk(scope) if isinstance(one, ast.stmt) and one is not statement)
     after = [one for one in every if one.lineno >= statement.lineno]

@@ -416,6 +416,8 @@ class RunFacts:
     """Loaders whose pass under way would not begin again as it began."""
     restepped: str = ""
     """Class of an optimizer that is about to step over the gradients of its last step; empty: none."""
+    masters_apart: tuple[str, ...] = ()
+    """Parameters of which DeepSpeed steps other values than the model computes with."""
     overwritten: bool = False
     """Whether weights were written in place of which the optimizer keeps master weights of its own."""
     unlike: tuple[Unlike, ...] = ()

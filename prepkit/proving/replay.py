@@ -204,11 +204,16 @@ def replayed(window: Replay) -> ProofFacts:
         same_samples=same_samples(records),
         miscounted=miscounted(records),
         lines=first.lines,
-        outputs=outputs.changed,
-        in_parts=first.cut and all(read(one) == read(records[0]) for one in records),
-        **{name: getattr(outputs, name) for name in ("unrepeated", "unrepeated_on")},
+        **_told(outputs, records),
         limits=(*limits, *more, *unlike, *meant(records), *odd_calls(records), *((no_step,) if no_step else ())),
     )
+
+
+def _told(outputs: OutputsTold, records: tuple[Record, ...]) -> dict[str, Any]:
+    """What the facts have of outputs."""
+    in_parts = all(one.head.cut and read(one) == read(records[0]) for one in records)
+    on = {"unrepeated": outputs.unrepeated, "unrepeated_on": outputs.unrepeated_on}
+    return {"outputs": outputs.changed, "in_parts": in_parts, **on}
 
 
 def _cut(window: Replay, idle: list[str]) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,28 @@ def clipped_by_the_engine(rank: int, world: int) -> None:
         engine.step()
 
 
+def begun_by_other_weights(rank: int, world: int, *, behind: bool = True) -> None:
+    """Weights of an earlier run, put into the model behind DeepSpeed, or before."""
+    model = net()
+    if not behind:
+        begin(model)
+    engine, *_ = engine_of(model, 2, optimizer=adam(model))
+    if behind:
+        begin(engine.module)
+    for x, y in divided(rank, world):
+        engine.backward(fn.cross_entropy(engine(x), y))
+        engine.step()
+
+
+def begin(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+
+
+def begun_by_other_weights_before(rank: int, world: int) -> None:
+    begun_by_other_weights(rank, world, behind=False)
+
+
 def engine_stepped_by_count(rank: int, world: int) -> None:
     model = net()
     engine, *_ = engine_of(model, 0, optimizer=adam(model), config={"gradient_accumulation_steps": 2})
@@ -315,6 +337,7 @@ def pixels_under_a_norm(rank: int, world: int) -> None:
 WRONG_ASKED: tuple[Loop, ...] = (
     Loop(clipped_past_the_engine, "deepspeed", 2, rule="run.clipped-nothing"),
     Loop(engine_stepped_by_count, "deepspeed", 2, rule="run.engine-gated"),
+    Loop(begun_by_other_weights, "deepspeed", 2, rule="run.masters-apart"),
     Loop(called_past_autocast, "accelerate", rule="run.autocast-unused"),
     Loop(weights_left_out, "transformers", rule="run.column-dropped"),
     Loop(nobody_divides, "transformers", rule="run.trainer-undivided"),
@@ -325,6 +348,7 @@ WRONG_ASKED: tuple[Loop, ...] = (
 )
 RIGHT_ASKED: tuple[Loop, ...] = (
     *(Loop(run, "deepspeed", 2) for run in (clipped_by_the_engine, engine_stepped_behind_two_losses)),
+    Loop(begun_by_other_weights_before, "deepspeed", 2),
     Loop(clipped_one_model_before_its_turn),
     *(Loop(run, "transformers") for run in (divided_by_the_count, one_micro_batch)),
     *(Loop(run, "transformers") for run in (the_model_divides, the_model_divides_nothing_of_one_micro_batch)),

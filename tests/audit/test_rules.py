@@ -195,6 +195,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.ranks-values": evolve(FINE, parted=NAMES[:2]),
     "run.overwritten-ranks": evolve(FINE, applied=AppliedFacts(overwritten=(1, 2))),
     "run.saves-shards": evolve(FINE, saves_shards=("train.py:87: model.save_pretrained(...)",)),
+    "run.masters-apart": evolve(FINE, masters_apart=NAMES[:2]),
     "run.mixes-empty": evolve(FINE, mixes_empty=("train.py:87: old.data.mul_(0.5).add_(new.data, alpha=0.5)",)),
     "run.ranks-passes": evolve(FINE, loop=LoopFacts(window=2, passes=(0, 1))),
     "run.orders-apart": evolve(FINE, loop=LoopFacts(window=1, orders=(1, 2), own_order=1)),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
+import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -162,3 +163,17 @@ def _masters(model: nn.Module) -> dict[str, Part]:
             values = param.detach().reshape(-1)[:0] if run is None else run.values
             found[name] = Part(values=values, start=0 if run is None else run.start, numel=numel, replica=lowest)
     return found
+
+
+def masters_apart(model: nn.Module) -> tuple[str, ...]:
+    """Parameters that the model computes with, and of which an engine of DeepSpeed steps other values on this rank."""
+    computed = dict(as_computed(model))
+    return tuple(name for name, one in _masters(model).items() if name in computed and _apart(one, computed[name]))
+
+
+def _apart(master: Part, part: Part) -> bool:
+    """Of the elements that both hold; ZeRO cuts what it steps, and what the model computes with from stage 3 on."""
+    mine = part.values.reshape(-1)
+    mine = mine if mine.numel() == master.values.numel() else mine[master.start : master.start + master.values.numel()]
+    stepped = master.values.detach().reshape(-1)
+    return mine.numel() == stepped.numel() and not torch.equal(stepped.to(mine.device, mine.dtype), mine)

@@ -84,7 +84,10 @@ INVARIANTS: tuple[tuple[str, tuple[str, ...]], ...] = (
             *("run.gradients-part", "run.inside-window", "run.drift-hooks"),
         ),
     ),
-    ("Low-precision weights are stepped in float32.", ("run.no-master-weights", "run.cast", "run.overwritten")),
+    (
+        "Low-precision weights are stepped in float32.",
+        ("run.no-master-weights", "run.cast", "run.masters-apart", "run.overwritten"),
+    ),
     (
         "Ranks hold one model with the same weights, in the same modes.",
         ("run.ranks-models", "run.ranks-values", "run.ranks-modes", "run.rests-apart"),

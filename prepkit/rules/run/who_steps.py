@@ -295,6 +295,13 @@ def _masters(facts: RunFacts) -> Iterator[Hit]:
             yield Hit("model", f"{what}{rounds}", milder=dtype == "bfloat16")
 
 
+def _masters_apart(facts: RunFacts) -> Iterator[Hit]:
+    if names := facts.masters_apart:
+        what = f"Of {count(len(names), 'parameter')} DeepSpeed steps other values than the model computes with"
+        why = "what was put into the model behind deepspeed.initialize goes with the next step"
+        yield Hit(at(names[0]), f"{what}: {some(names)}. Its master weights were made before: {why}.")
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.nothing-trains",
@@ -360,6 +367,14 @@ RULES: tuple[Rule, ...] = (
         fix="Divide parameters by their dims before the model is wrapped, where they have them: FSDP1 leaves rows.",
         severity=Severity.WARNING,
         source=("torch FullyShardedDataParallel: use_orig_params",),
+    ),
+    Rule(
+        id="run.masters-apart",
+        summary="DeepSpeed steps the weights that its engine computes with.",
+        check=_masters_apart,
+        at=(Moment.AUDIT,),
+        fix="Load and write weights before deepspeed.initialize, or by engine.load_checkpoint, which fills both.",
+        source=("deepspeed runtime/zero/stage_1_and_2.py",),
     ),
     Rule(
         id="run.no-master-weights",
