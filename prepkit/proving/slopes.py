@@ -25,7 +25,7 @@ from prepkit.observe.prepared.reading import digest_of
 from prepkit.proving import again
 from prepkit.proving.apart import disturbed_of, loss_shares, shrunk
 from prepkit.proving.draws import as_before
-from prepkit.proving.outputs import Outputs, compared
+from prepkit.proving.outputs import Outputs, compared, from_outside
 from prepkit.proving.parts_of import CannotReplay, numbers
 from prepkit.proving.proof import Proof, found_in
 from prepkit.proving.record_file import Record
@@ -100,6 +100,8 @@ class _Window:
     """By which that is multiplied."""
     cuts: _Cuts = field(factory=_Cuts)
     outputs: Outputs = field(factory=lambda: Outputs("float64"))
+    seeds: dict[int, list[Tensor]] = field(factory=dict)
+    """By call, what arrived at each of its outputs from outside of it."""
 
     def fetch(self, name: str) -> Tensor:
         """A weight, as far as it is moved."""
@@ -119,13 +121,37 @@ class _Window:
             again.begin(self.plain, weights.params, record, number)
             entered = self.plain if call.entry == "forward" else getattr(self.plain, call.entry)
             with ExitStack() as stack:
-                for context in (*weights.on(lambda *_: None), self.cuts):
+                for context in weights.on(lambda *_: None):
                     stack.enter_context(context)
-                outputs, _ = again.called(entered, weights.params, record, number)
+                with self.cuts:
+                    outputs, _ = again.called(entered, weights.params, record, number)
+                pairs = [*again.arrived(record, number, outputs)]
+                if number not in self.seeds:
+                    self.seeds[number] = _seeds(pairs, apart=call.apart)
             self.outputs.take(record.head.rank, number, outputs)
-            for end, grad in again.arrived(record, number, outputs):
-                total += float(numbers(grad).double() @ numbers(end).double())
+            for (end, _), seed in zip(pairs, self.seeds[number], strict=True):
+                total += float(numbers(seed).double() @ numbers(end).double())
         return total / record.head.scale
+
+    def begins(self) -> str:
+        """Calls the model as it was; why it cannot be called so, if that is so. Collective."""
+        try:
+            self.lost()
+        except CannotReplay as why:
+            return str(why)
+        except Exception as error:
+            return f"it does not run in float64: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        return ""
+
+
+def _seeds(pairs: list[tuple[Tensor, Tensor]], *, apart: bool) -> list[Tensor]:
+    """What came to outputs from outside: logits get a gradient of a loss that is returned beside them too."""
+    at = [number for number, (end, _) in enumerate(pairs) if end.requires_grad]
+    found = [torch.zeros_like(end) for end, _ in pairs]  # of an input that is returned
+    ends, grads = [pairs[number][0] for number in at], [pairs[number][1].to(pairs[number][0].dtype) for number in at]
+    for number, grad in zip(at, grads if apart else from_outside(ends, grads), strict=True):
+        found[number] = grad.detach()
+    return found
 
 
 def by_slopes(proof: Proof, root: nn.Module, record: Record, late: tuple[int, ...] = ()) -> Proof:
@@ -147,9 +173,11 @@ def by_slopes(proof: Proof, root: nn.Module, record: Record, late: tuple[int, ..
 def _measured(replay: Replay, record: Record) -> ProofFacts:
     ranks, head = world(), record.head
     _agreed(_unfit(record))
+    calls = ranks.gather(len(head.calls))
+    _agreed("" if min(calls) == max(calls) else f"ranks have called it {min(calls)} to {max(calls)} times")
     plain, streamed = replay.streamed(torch.float64)
     window, held = _Window(plain, streamed, record), ranks.gather(dict(_held(record)))
-    window.lost()
+    _agreed(window.begins())
     again_differs = compared((record,), (window.outputs, window.outputs), torch.finfo(getattr(torch, head.dtype)).eps)
     _agreed(again_differs.unrepeated and f"the forward does not repeat: {again_differs.unrepeated}")
     measures = _Measures(window, held, coarsest(ranks.gather(head.dtype)))
@@ -205,6 +233,9 @@ def _unfit(record: Record) -> str:
         return "a rank holds parts of its weights"
     if not all(call.inputs for call in record.head.calls):
         return record.head.limits[0]
+    clip = record.head.clip
+    if clip is not None and not (clip.empty or clip.late) and (clip.seen is None or clip.parts):
+        return "its gradients were clipped by a norm that nobody has shown"
     return ""
 
 
@@ -388,7 +419,8 @@ class _Measures:
 
     def _along(self, name: str, by: Tensor) -> float:
         grad = self.window.record.tensors.get(f"grad/{name}")
-        clipped = next(iter(shrunk((self.window.record,))), 1.0)
+        clip = self.window.record.head.clip
+        clipped = 1.0 if clip is None or clip.empty or clip.late else shrunk((self.window.record,))[0]
         return 0.0 if grad is None else float(numbers(grad).double() @ numbers(by).double()) / clipped
 
     def _size(self, several: Sequence[Moved]) -> float:

@@ -150,6 +150,27 @@ def norms(summed: Any) -> Window:
     return Window(model, train)
 
 
+class NormsWithLoss(Norms):
+    """Returns what its loss is made of, too."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return functional.cross_entropy(logits, y), logits
+
+
+def norms_that_return_their_loss(rank: int, world: int) -> Window:
+    model = DDP(seeded(lambda: NormsWithLoss(through.all_reduce)))
+    optimizer = adam(model)
+
+    def train() -> None:
+        loss, logits = model(*next(micros(1)))
+        (loss + 0.1 * logits.square().mean()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+
+    return Window(model, train)
+
+
 _as_it_is = _function(lambda x: x.view_as(x), lambda grad: grad)
 _copied = _function(lambda x: x.view_as(x), _summed)
 _reduced = _function(_summed, lambda grad: grad)
@@ -167,7 +188,7 @@ def norms_over_all(rank: int, world: int) -> Window:
     return norms(through.all_reduce)
 
 
-RIGHT_SENDING = (cut_by_hand, experts_by_hand, norms_over_all, norms_summed)
+RIGHT_SENDING = (cut_by_hand, experts_by_hand, norms_over_all, norms_summed, norms_that_return_their_loss)
 
 
 def nothing_comes_back_to_what_enters(rank: int, world: int) -> Window:
