@@ -176,6 +176,10 @@ _copied = _function(lambda x: x.view_as(x), _summed)
 _reduced = _function(_summed, lambda grad: grad)
 
 
+summed_without_the_others = _function(_summed, lambda grad: grad)
+"""Whose backward hands on what it gets, as that of a sum over ranks must not where each has a loss of its own."""
+
+
 def cut_by_hand(rank: int, world: int) -> Window:
     return cut(_copied, _reduced)
 
@@ -208,7 +212,7 @@ def tokens_that_come_back_to_the_wrong_rank(rank: int, world: int) -> Window:
 
 
 def norms_without_the_others_gradient(rank: int, world: int) -> Window:
-    return norms(_function(_summed, lambda grad: grad))
+    return norms(summed_without_the_others)
 
 
 def experts_averaged(rank: int, world: int) -> Window:

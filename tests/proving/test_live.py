@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as through
 from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -22,6 +24,7 @@ from prepkit.findings import Finding, FindingWarning, RunRefused, Severity
 from prepkit.proving import live
 from prepkit.proving.proof import prove_record
 from prepkit.proving.recorder import Recorder
+from tests.proving.sending import Norms, summed_without_the_others
 from tests.proving.window import loss_of, micros, net
 from tests.support.deepspeed_cpu import lean
 
@@ -130,6 +133,30 @@ def asking(rank: int, world: int, engine: Any, wrong: float) -> tuple[list[str],
     found = [one.what for one in told_of(ready) if one.severity is not Severity.NOTE or "asks for its rank" in one.what]
     ready.close()
     return found, refused
+
+
+def sending(rank: int, world: int, *, right: bool) -> tuple[list[str], str]:
+    """A window of a model that norms by the samples of all ranks, where it is wrong with its own gradient alone."""
+    torch.manual_seed(0)
+    model = Norms(through.all_reduce if right else summed_without_the_others)
+    ready = pk.apply(pk.build_plan(evolve(CFG, engine=c.DDP(), clip=None), model), prove=1)
+    refused = ""
+    try:
+        for batch in micros(2):
+            ready.backward(loss_of(ready.model, batch))
+            ready.step()
+    except RunRefused as error:
+        refused = str(error)
+    found = [one.rule for one in told_of(ready) if one.severity is not Severity.NOTE]
+    ready.close()
+    return found, refused
+
+
+def test_a_forward_that_sends_what_trains_is_proven_by_slopes_where_it_ran(gang2: Any) -> None:
+    assert gang2.run(partial(sending, right=True)) == [([], "")] * 2
+    for found, refused in gang2.run(partial(sending, right=False)):
+        assert found == ["prove.slope"]
+        assert "a part that crosses to other ranks does not come back" in refused
 
 
 @pytest.mark.parametrize("engine", [c.DDP(), c.FSDP2()], ids=["DDP", "FSDP2"])
