@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as through
 from attrs import frozen
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy, dropout
 from tests.audit.case import WIDTH, net
 from tests.audit.harms import STEPS, Seen
 from tests.audit.harms_in_torch import sgd, size
+from tests.proving import sending
 
 DDP = nn.parallel.DistributedDataParallel
 
@@ -209,11 +211,62 @@ def whole(value: Any) -> Any:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def normed(summed: Any) -> Callable[[int], float]:
+    """By the samples of all ranks, over which ``summed`` adds up."""
+
+    def train(rank: int) -> float:
+        del rank
+        window = sending.norms(summed)
+        window.train()
+        assert window.model is not None
+        return size(window.model)
+
+    return train
+
+
+def stages(*, turned: bool) -> Callable[[int], float]:
+    """Two of a pipeline; the first one takes the last micro-batch first, or goes in the order of its gradients."""
+
+    def train(rank: int) -> float:
+        torch.manual_seed(0)
+        first, last = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh()), nn.Linear(8, 4)
+        stage = last if rank else first
+        parts = [batch(0, at) for at in range(3)]
+        optimizer = sgd(stage)
+        if rank == 0:
+            outputs = [stage(x) for x, _ in parts]
+            for one in outputs:
+                dist.send(one.detach().contiguous(), 1)
+            for one in reversed(outputs) if turned else outputs:
+                grad = torch.empty_like(one)
+                dist.recv(grad, 1)
+                one.backward(grad)
+        else:
+            given = [torch.empty(8, 8) for _ in parts]
+            for one in given:
+                dist.recv(one, 0)
+            for one, (_, classes) in zip(given, parts, strict=True):
+                cross_entropy(stage(one.requires_grad_()), classes).backward()
+                assert one.grad is not None
+                dist.send(one.grad, 0)
+        optimizer.step()
+        return size(stage)
+
+    return train
+
+
 SLIPS_OF_RANKS: tuple[SlipOfRanks, ...] = (
     *(
         SlipOfRanks(rule, "gradients are lost", forward_between(slip=True), forward_between(slip=False))
         for rule in ("loop.forward-loses-gradients", "loop.evaluated-before-step")
     ),
+    SlipOfRanks(
+        "prove.slope",
+        "a part of the gradient is lost",
+        normed(sending.summed_without_the_others),
+        normed(through.all_reduce),
+    ),
+    SlipOfRanks("prove.handed-back", "gradients are those of others", stages(turned=True), stages(turned=False)),
     SlipOfRanks("run.written-in-forward", "what was written is lost", written(inside=True), written(inside=False)),
     SlipOfRanks("run.ranks-modes", "one rank drops nothing", modes(alike=False), modes(alike=True)),
     SlipOfRanks("run.ranks-schedulers", "the ranks' weights part", ticks(alike=False), ticks(alike=True)),

@@ -21,7 +21,7 @@ get_peft_model(body(), LoraConfig(r=2, target_modules=["0"])).save_pretrained(fo
 loaded = PeftModel.from_pretrained(body(), folder{how})
 model = nn.Sequential(loaded, nn.Linear(8, 4)).train()
 {then}
-optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-3)
 for _ in range(3):
     nn.functional.cross_entropy(model(torch.randn(6, 8)), torch.arange(6) % 4).backward()
     optimizer.step()
@@ -33,11 +33,10 @@ for _ in range(3):
     ("how", "then", "told"),
     [
         ("", "", True),
-        ("", "assert any(one.requires_grad for one in model.parameters())", True),
         (", is_trainable=True", "", False),
         ("", "loaded.requires_grad_(False)", False),
     ],
-    ids=["as loaded", "asked of", "to be trained", "frozen on purpose"],
+    ids=["as loaded", "to be trained", "frozen on purpose"],
 )
 def test_adapters_that_were_loaded_frozen_are_told(tmp_path: Path, how: str, then: str, *, told: bool) -> None:
     """In a process of its own, where no file of a test is a part of the program."""

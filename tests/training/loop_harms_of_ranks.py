@@ -7,12 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from attrs import frozen
 
 import prepkit as pk
 from prepkit.findings import RunRefused
 from tests.audit.harms import Seen
 from tests.support.deepspeed_cpu import lean
+from tests.support.launch import launched
 from tests.training.loop_harms import ended, layers, loss_of, size, train, without
 from tests.training.test_first_step import prepared_to_choose, window
 from tests.training.test_model_changes import prepared as tied
@@ -161,10 +163,33 @@ def left_out_of_a_window(*, slip: bool) -> float:
     return far(held, before)
 
 
+def put_behind_the_masters(*, slip: bool) -> float:
+    """What a step makes of weights that were halved behind ``deepspeed.initialize``, or before."""
+    from tests.audit.by_libraries import engine_of
+
+    model = layers()
+    if not slip:
+        halved(model)
+    with launched(dist.get_rank(), dist.get_world_size()):
+        engine, *_ = engine_of(model, 2, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    if slip:
+        halved(engine.module)
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    return size(engine.module)
+
+
+def halved(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
 DEEPSPEED_HARMS: dict[str, Callable[..., float]] = {
     "loop.inner-optimizer-stepped": stepped_inside,
     "loop.engine-counts-backwards": counted_twice,
     "run.overwritten": loaded_in_the_loop,
+    "run.masters-apart": put_behind_the_masters,
     "run.frozen": frozen_in_the_loop,
     "run.gradients-stale": left_out_of_a_window,
 }
