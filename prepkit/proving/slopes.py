@@ -353,9 +353,14 @@ class _Measures:
     begun: float = field(factory=time.perf_counter)
 
     def apart(self, every: Sequence[Moved]) -> list[Slope]:
-        """Those whose gradients are not the slopes; all at once first, then by halves. Collective."""
+        """Those whose gradients are not the slopes; all at once first, then by halves. Collective.
+
+        What ranks hold alike and step by unlike gradients is looked at one by one: their mean may be the slope.
+        """
         found: list[Slope] = []
-        waiting = [tuple(every)] if every else []
+        unlike = [one for one in every if one.rank is None and _unlike([*self._of(one)])]
+        rest = tuple(one for one in every if one not in unlike)
+        waiting = [rest] * bool(rest) + [(one,) for one in reversed(unlike)]
         while waiting and not self._ends(found):
             several = waiting.pop()
             beside = self._beside(several)
@@ -370,9 +375,8 @@ class _Measures:
 
     def _averaged(self, one: Moved) -> bool:
         """Whether all ranks step one gradient of weights that are each rank's own."""
-        every = [each.get(one.name) for each in self.held]
-        there = [each for each in every if each is not None]
-        return one.rank is not None and len(there) == len(every) and not _unlike(there)
+        there = [each[one.name] for each in self.held if one.name in each]
+        return one.rank is not None and len(there) == len(self.held) and not _unlike(there)
 
     def _ends(self, found: list[Slope]) -> bool:
         """Whether it has taken long enough, as rank 0 says. Raises ``CannotReplay`` where nothing is known by then."""
@@ -398,13 +402,13 @@ class _Measures:
     def _rank(self) -> int:
         return world().rank
 
-    def _of(self, one: Moved) -> _Held:
+    def _of(self, one: Moved) -> Iterator[_Held]:
         holders = self.held if one.rank is None else [self.held[one.rank]]
-        return next(each[one.name] for each in holders if one.name in each)
+        yield from (each[one.name] for each in holders if one.name in each)
 
     def _length(self, one: Moved) -> float:
         """By how much each element is moved: less where the gradient is large, so that none hides the others."""
-        held = self._of(one)
+        held = next(self._of(one))
         by = [each.size * each.gradient for rank in self.held for each in rank.values() if each.size * each.gradient]
         middle = sorted(by)[len(by) // 2] if by else 0.0
         size = held.size or 1.0
@@ -425,4 +429,4 @@ class _Measures:
 
     def _size(self, several: Sequence[Moved]) -> float:
         """What the slope is about as large as."""
-        return sqrt(sum((self._length(one) * self._of(one).gradient) ** 2 for one in several))
+        return sqrt(sum((self._length(one) * next(self._of(one)).gradient) ** 2 for one in several))

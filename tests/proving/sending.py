@@ -90,8 +90,8 @@ class Experts(nn.Module):
         return self.head(x + ((top * prob).T[:, :, None] * got).sum(0))
 
 
-def experts(crosses: Any, own: float = 0.5, *, averages_own: bool = False) -> Window:
-    """``own``: by what the gradients of a rank's own are multiplied."""
+def experts(crosses: Any, own: float = 0.5, *, averages: bool = True, averages_own: bool = False) -> Window:
+    """``own``: by what the gradients of a rank's own are multiplied; ``averages``: those of all others."""
     model = seeded(lambda: Experts(crosses))
     optimizer = adam(model)
 
@@ -100,10 +100,10 @@ def experts(crosses: Any, own: float = 0.5, *, averages_own: bool = False) -> Wi
             (loss_of(model, batch) / 2).backward()
         for name, param in model.named_parameters():
             assert param.grad is not None
-            if averages_own or "expert" not in name:
+            if averages_own or (averages and "expert" not in name):
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
-            else:
+            elif "expert" in name:
                 param.grad *= own
         optimizer.step()
 
@@ -215,6 +215,11 @@ def norms_without_the_others_gradient(rank: int, world: int) -> Window:
     return norms(summed_without_the_others)
 
 
+def layers_beside_experts_that_nobody_averages(rank: int, world: int) -> Window:
+    """The mean of the ranks' gradients, which none of them has, is what it should be."""
+    return experts(_function(_exchanged, _exchanged), 1 / world, averages=False)
+
+
 def experts_averaged(rank: int, world: int) -> Window:
     return experts(_function(_exchanged, _exchanged), averages_own=True)
 
@@ -253,5 +258,6 @@ ERRORS_SENDING: tuple[tuple[Callable[[int, int], Window], str, str], ...] = (
     (tokens_that_come_back_to_the_wrong_rank, "prove.slope", NOT_BACK),
     (norms_without_the_others_gradient, "prove.slope", NOT_BACK),
     (gate_and_value_that_are_cut_as_one, "prove.unproven", "Its layers are cut over ranks, and compute otherwise"),
+    (layers_beside_experts_that_nobody_averages, "prove.slope", "nobody averages them over the 2 ranks"),
     (experts_averaged, "prove.slope", "each of which holds weights of its own there: a wrapper has averaged them"),
 )
