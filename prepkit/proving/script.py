@@ -21,7 +21,7 @@ from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere, heard_b
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import as_main, audited_at_first_step, told
 from prepkit.facts.proof import HandedBack, ProofFacts
-from prepkit.findings import Finding
+from prepkit.findings import Finding, Severity
 from prepkit.proving.called import digest
 from prepkit.proving.handed import handed_back, sides
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
@@ -56,6 +56,8 @@ SAID = {
     "run.gradients-part": ("prove.not-averaged", "prove.part-of-ranks", "prove.past-wrapper", "prove.direction"),
 }
 """Rules of an audit, which looks at what stands there, to those of a proof that tell the same from gradients."""
+MEASURED = frozenset({"run.not-averaged", "run.ranks-values", "run.gradients-part"})
+"""Rules of an audit whose findings are notes where each rank's gradients were measured, and are what they should be."""
 NAMED = re.compile("`([^`]+)`")
 ENOUGH = 20
 """Steps of that kind after which nothing else is waited for."""
@@ -142,6 +144,8 @@ def prove_script(
 def _beside(proof: Proof, found: Audit, behind: HeardBehind) -> Proof:
     """The proof with the audit of its first step, and what was heard behind that, but for what it tells itself."""
     told = untold((*found.findings, *behind.beside(found)), proof.findings)
+    if proof.facts.measured and not proof.facts.slopes:
+        told = (evolve(one, severity=Severity.NOTE) if one.rule in MEASURED else one for one in told)
     return evolve(proof, audit=evolve(found, findings=tuple(told)))
 
 

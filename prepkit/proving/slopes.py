@@ -31,7 +31,7 @@ from prepkit.proving.proof import Proof, found_in
 from prepkit.proving.record_file import Record
 from prepkit.proving.replay import MEMORY, Replay
 from prepkit.proving.stepped import steps_of
-from prepkit.proving.streamed import DETACHES, Streamed
+from prepkit.proving.streamed import DETACHES, Streamed, default_dtype
 from prepkit.ranks.world import world
 
 STEP = 1e-5
@@ -111,7 +111,7 @@ class _Window:
     def lost(self, by: dict[str, Tensor] | None = None, factor: float = 0.0) -> float:
         """What all ranks lose on average, up to a constant. Collective."""
         self.by, self.factor = by or {}, factor
-        weights = Streamed(self.streamed.params, self.fetch, self.streamed.limit)
+        weights = Streamed(self.streamed.params, self.fetch, self.streamed.limit, default=torch.get_default_dtype())
         each = world().parts(torch.tensor([self._mine(weights)], dtype=torch.float64))
         return float(torch.cat(each).sum()) / world().size
 
@@ -123,7 +123,7 @@ class _Window:
             with ExitStack() as stack:
                 for context in weights.on(lambda *_: None):
                     stack.enter_context(context)
-                with self.cuts:
+                with self.cuts, default_dtype(torch.float64):  # buffers for what others send are made without one
                     outputs, _ = again.called(entered, weights.params, record, number)
                 pairs = [*again.arrived(record, number, outputs)]
                 if number not in self.seeds:

@@ -64,6 +64,8 @@ class Streamed:
     """Bytes of weights that are kept, and of what backward keeps, before either goes elsewhere."""
     cuts: dict[str, str] | None = None
     """What would have cut off the gradient of a weight, as no graph is cut then; None: the forward cuts as it does."""
+    default: torch.dtype | None = None
+    """In which the run has drawn where it said none, while another one is set; None: it is set as it was."""
     arrived: Callable[[str, Tensor], None] = field(init=False)
     """Told each gradient of a weight; one that arrives again adds up."""
     used: set[str] = field(factory=set, init=False)
@@ -154,7 +156,7 @@ def _nothing_again() -> Iterator[None]:
 
     def kept(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         del plain, args, kwargs
-        return iter((None,))  # before the forward; it ends behind it
+        yield  # before the forward; it ends behind it, and what that raises goes through
 
     reentrant = checkpoint.CheckpointFunction
     with around_calls(checkpoint, "_checkpoint_without_reentrant_generator", kept):
@@ -213,7 +215,8 @@ class _Mode(TorchFunctionMode):
             line = line_of_program(frames_above(__file__))
             return _Joined.apply(given[0][0], self.streamed.cuts, f"detach() at {line}")  # type: ignore[no-untyped-call]
         if self.streamed.exact and getattr(func, "__name__", "") in DRAWS:
-            return _drawn(func, *given)
+            with default_dtype(self.streamed.default):
+                return _drawn(func, *given)
         args, kwargs = _widened(given) if self.streamed.exact and not _writes(func, given[1]) else given
         return func(*args, **kwargs)
 
@@ -236,6 +239,17 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs = {key: torch.float32 if one is torch.float64 else one for key, one in kwargs.items()}
     found = func(*args, **kwargs)
     return found.double() if wide else found
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, torch makes tensors of this dtype where nobody says which; None: as before."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _dtype(value: Any) -> Any:
