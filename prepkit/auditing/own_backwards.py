@@ -60,6 +60,8 @@ class OwnBackwards:
     """Listens inside ``on()`` to calls of functions with a backward of the program's own."""
 
     _seen: set[type] = field(factory=set)
+    _others: set[type] = field(factory=set)
+    """Functions of libraries."""
     _waiting: list[_Call] = field(factory=list)
     _found: list[OddBackward] = field(factory=list)
     _over: bool = False
@@ -83,8 +85,11 @@ class OwnBackwards:
             home.apply, self._over = plain, True
 
     def _hears(self, kind: Any, args: Sequence[Any]) -> None:
+        if kind in self._seen or kind in self._others or len(self._seen) >= MOST:
+            return
         file = getattr(getattr(kind.forward, "__code__", None), "co_filename", "")
-        if kind in self._seen or len(self._seen) >= MOST or not file or is_foreign(file):
+        if not file or is_foreign(file):
+            self._others.add(kind)
             return
         tensors = [one for one in args if isinstance(one, Tensor)]
         moved = [at for at, one in enumerate(args) if _moves(one)]

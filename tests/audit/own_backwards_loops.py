@@ -27,11 +27,6 @@ class Swish(torch.autograd.Function):
 
 class SwishWithoutAFactor(Swish):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x.sigmoid()
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return grads[0] * (x.sigmoid() + x * x.sigmoid())
