@@ -99,6 +99,9 @@ class StepProof:
     """Elements that the plain step changes in float64."""
     lost: int = 0
     """Those of them that have stayed as they were."""
+    by_parts: str = ""
+    """The optimizer of no library that has stepped it part by part on the ranks, and plainly was asked for all of it at
+    once; empty: one of torch's, or on one rank."""
 
 
 @frozen(kw_only=True)

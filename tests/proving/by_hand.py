@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from attrs import define
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional
 
+from prepkit.objects.local_part import local
 from tests.proving.unusual import seeded, trained
 from tests.proving.window import DDP, WIDTH, Net, Window, adam, loop, loss_of, micros, net
 
@@ -327,7 +329,95 @@ def summed_in_bfloat16(rank: int, world: int) -> Window:
     return _sent_in(torch.bfloat16, 1)
 
 
+# --- optimizers of the program's own over parts of weights ------------------------------------------------------------
+
+
+class Orthogonalizing(torch.optim.Optimizer):
+    """Steps matrices by the orthogonal part of their gradients, all else by signs; with or without a look at the whole.
+
+    A learning rate has to be given, and a group says what it is stepped by.
+    """
+
+    def __init__(self, params: Any, lr: float, *, whole: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "whole": whole, "noise": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                update = self._update(param, whole=group["whole"])
+                part = local(param)
+                part.add_(update + group["noise"] * torch.randn_like(update), alpha=-group["lr"])
+
+    def _update(self, param: Tensor, *, whole: bool) -> Tensor:
+        assert param.grad is not None
+        if param.dim() < 2:
+            return local(param.grad).sign()
+        if not whole or not isinstance(param, DTensor):
+            return self._orthogonal(local(param.grad), param)
+        full = self._orthogonal(param.grad.full_tensor(), param)
+        return distribute_tensor(full, param.device_mesh, param.placements).to_local()
+
+    def _orthogonal(self, grad: Tensor, param: Tensor) -> Tensor:
+        kept: Tensor = self.state[param].setdefault("kept", torch.zeros_like(grad))
+        kept.mul_(0.9).add_(grad)
+        left, _, right = torch.linalg.svd(kept, full_matrices=False)
+        return left @ right
+
+
+class Signed(Orthogonalizing):
+    def _update(self, param: Tensor, *, whole: bool) -> Tensor:
+        assert param.grad is not None
+        return local(param.grad).sign()
+
+
+class Trusting(Orthogonalizing):
+    """As LAMB: by the norm of the weight over that of its update."""
+
+    def _update(self, param: Tensor, *, whole: bool) -> Tensor:
+        assert param.grad is not None
+        grad, part = local(param.grad), local(param)
+        return grad * part.norm() / (grad.norm() + 1e-6)
+
+
+def _in_parts(make: type[Orthogonalizing], **options: Any) -> Window:
+    model = net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = make(model.parameters(), lr=0.02, **options)
+    return Window(model, lambda: loop(model, optimizer))
+
+
+def matrices_orthogonalized_whole(rank: int, world: int) -> Window:
+    return _in_parts(Orthogonalizing, whole=True)
+
+
+def matrices_orthogonalized_by_parts(rank: int, world: int) -> Window:
+    return _in_parts(Orthogonalizing)
+
+
+def signs_of_parts(rank: int, world: int) -> Window:
+    return _in_parts(Signed)
+
+
+def signs_of_parts_with_noise(rank: int, world: int) -> Window:
+    window = _in_parts(Signed)
+    assert window.model is not None
+    optimizer = Signed([{"params": [*window.model.parameters()], "noise": 0.1}], lr=0.02)
+    return Window(window.model, lambda: loop(window.model, optimizer))  # type: ignore[arg-type]
+
+
+def trust_in_norms_of_parts_under_fsdp1(rank: int, world: int) -> Window:
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = Trusting([param for param in model.parameters() if param.numel()], lr=0.02)
+    return Window(model, lambda: loop(model, optimizer))
+
+
 RIGHT_BY_HAND = (
+    matrices_orthogonalized_whole,
+    signs_of_parts,
+    signs_of_parts_with_noise,
     sent_in_bfloat16,
     sent_in_float16,
     unscaled_by_hand_and_clipped,
@@ -364,6 +454,8 @@ ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
     (never_wrapped_and_clipped, "prove.not-averaged", "and no wrapper holds the model"),
     (sums_divided_by_the_samples_of_all_ranks_under_ddp, "prove.averaged-twice", "or twice by the accumulation (2)"),
     (sums_of_ragged_samples_divided_by_all_under_ddp, "prove.averaged-twice", "divided by the samples of all ranks"),
+    (matrices_orthogonalized_by_parts, "prove.step-in-parts", "Orthogonalizing has stepped"),
+    (trust_in_norms_of_parts_under_fsdp1, "prove.step-in-parts", "Trusting has stepped"),
     (means_divided_by_ranks_and_micro_batches, "prove.accumulation", "or by the 2 ranks, whose average is taken too"),
 )
 """Each with its rule and a word of its text."""

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tests.proving import unseen, unusual, wrong
+from tests.proving import by_hand, unseen, unusual, wrong
 from tests.proving.window import DDP, Window, adam, loop, loss_of, micros, net
 from tests.support.gang import Gang
 
@@ -46,6 +47,10 @@ def stepped_twice(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+def orthogonalizing(model: nn.Module) -> torch.optim.Optimizer:
+    return by_hand.Orthogonalizing(model.parameters(), lr=0.02)
+
+
 @frozen
 class ProofHarm:
     """An error of a window, and how many micro-batches each rank meant to train."""
@@ -56,6 +61,7 @@ class ProofHarm:
     ranks: int = 2
     clip: float = 0.0
     """The norm that the run was to clip to; 0: it was not to."""
+    stepper: Callable[[nn.Module], torch.optim.Optimizer] = adam
 
 
 PROOF_HARMS: tuple[ProofHarm, ...] = (
@@ -82,6 +88,7 @@ PROOF_HARMS: tuple[ProofHarm, ...] = (
     ProofHarm("prove.options", wrong.rate_by_rank),
     ProofHarm("prove.not-stepped", wrong.layer_that_nobody_steps),
     ProofHarm("prove.step-size", wrong.rate_of_one_group_changed_behind),
+    ProofHarm("prove.step-in-parts", by_hand.matrices_orthogonalized_by_parts, stepper=orthogonalizing),
     ProofHarm("prove.after-apart", moved_on_rank_1),
 )
 """One for each error of a proof, in their order."""
@@ -90,7 +97,7 @@ PROOF_HARMS: tuple[ProofHarm, ...] = (
 def in_one_process(harm: ProofHarm, world: int) -> nn.Module:
     """The net after the step that was meant: the mean over all micro-batches of all ranks, in plain torch."""
     model = net()
-    optimizer = adam(model)
+    optimizer = harm.stepper(model)
     for rank in range(world):
         for batch in micros(harm.micro_batches, rank=rank):
             (loss_of(model, batch) / (harm.micro_batches * world)).backward()  # type: ignore[no-untyped-call]
@@ -104,7 +111,8 @@ def numbers(model: nn.Module) -> Tensor:
     """All gradients and weights in order; where there is no gradient zeros."""
     params = [param for _, param in sorted(model.named_parameters(), key=lambda one: _bare(one[0]))]
     found = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-    return torch.cat([one.detach().reshape(-1) for one in (*found, *params)])
+    whole = (one.full_tensor() if isinstance(one, DTensor) else one for one in (*found, *params))
+    return torch.cat([one.detach().reshape(-1) for one in whole])
 
 
 def _bare(name: str) -> str:

@@ -8,12 +8,12 @@ from math import sqrt
 
 from attrs import evolve
 
-from prepkit.facts.proof import ProofFacts, StepProof, counts, mean, norm
+from prepkit.facts.proof import ProofFacts, counts, mean, norm
 from prepkit.findings import Severity
 from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Rule
 from prepkit.rules.run.averaging import LOCAL_SGD
-from prepkit.rules.run.proof_causes import MARGIN, causes, steps_apart
+from prepkit.rules.run.proof_causes import causes, steps_apart
 from prepkit.rules.run.proof_fixes import fitted
 from prepkit.rules.run.proof_gradients import (
     added_up,
@@ -35,6 +35,7 @@ from prepkit.rules.run.proof_gradients import (
     weights_by_rank,
     written,
 )
+from prepkit.rules.run.proof_steps import not_held, rounded_away, step_in_parts, step_size
 
 _BY_RANK = (
     "Let all ranks compute alike: look for a hook, a scale, a mask or a branch by rank; else keep what a forward "
@@ -58,7 +59,6 @@ _UNSTEPPED = (
     "steps of the others."
 )
 _ASKED = "While you prove, step the plain sum of what torch.autograd.grad gives, or call loss.backward()."
-IN_16_BIT = ("bfloat16", "float16")
 
 
 def _first(facts: ProofFacts) -> Iterator[Hit]:
@@ -148,59 +148,6 @@ def _same_draws(facts: ProofFacts) -> Iterator[Hit]:
         on = f" on {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}" if facts.world > 1 else ""
         what = f"Micro-batches {one} and {other}{on} were computed from the same state of torch's generator"
         yield Hit("loop", f"{what}: dropout leaves out the same elements in each of them.")
-
-
-def _rounded_away(facts: ProofFacts) -> Iterator[Hit]:
-    low = [one for one in facts.steps if one.dtype in IN_16_BIT and one.meant]
-    lost, meant = sum(one.lost for one in low), sum(one.meant for one in low)
-    if lost > meant / 2:
-        said = f"{lost / meant:.0%} of the {meant:,} elements that the step moves in float64 have stayed as they were"
-        yield Hit("optimizer", f"{said}: in {low[0].dtype} the weights round what is added to them away.")
-
-
-def _not_held(facts: ProofFacts) -> Iterator[Hit]:
-    if names := [one.name for one in facts.steps if not one.held]:
-        yield Hit(at(names[0]), f"The optimizer does not hold {count(len(names), 'trained parameter')}: {some(names)}.")
-    still = [one.name for one in facts.steps if one.held and one.moved == 0 and one.expected > _step_allowed(one) ** 2]
-    if still:
-        what = f"The optimizer holds {count(len(still), 'parameter')} that its step has not changed: {some(still)}."
-        yield Hit(
-            at(still[0]), what, "Look at what stands between the optimizer and the model: a skipped or a patched step."
-        )
-    if facts.undone:
-        names, rank = [name for name, _ in facts.undone], facts.undone[0][1]
-        what = f"Rank {rank} has stepped {count(len(names), 'parameter')} that are behind the step as they were before"
-        fix = "Let the rank that steps a parameter send it: dist.broadcast(param, src=owner)."
-        yield Hit(at(names[0]), f"{what}: {some(names)}. Something has put them back.", fix)
-
-
-def _step_allowed(one: StepProof) -> float:
-    return MARGIN * one.noise + 1e-4 * sqrt(one.expected)
-
-
-def _step_size(facts: ProofFacts) -> Iterator[Hit]:
-    found: dict[str, list[str]] = {}
-    for one in facts.steps if not (facts.options_apart or facts.state_apart) else ():
-        off = sqrt(max(one.moved - 2 * one.along + one.expected, 0.0))
-        if one.held and one.moved and off > _step_allowed(one):
-            ratio = one.along / one.expected if one.expected else float("inf")
-            length = sqrt(one.moved * one.expected)
-            turned = length and one.along / length < 0.99
-            said = "another direction" if turned else f"{ratio:.3f} x"
-            found.setdefault(said, []).append(one.name)
-    every = [name for names in found.values() for name in names]
-    if len(found) == 1:
-        (said,) = found
-        how = "in another direction than" if said == "another direction" else f"by {said} of what"
-        what = f"{count(len(every), 'parameter')} moved {how} the optimizer's options and these gradients give"
-        yield Hit(at(every[0]), f"{what}: {some(every)}.")
-    elif found:  # one cause, as a hook that scales all weights
-        hows = [
-            f"{'in ' if said.startswith('another') else 'by '}{said} ({some(names)})" for said, names in found.items()
-        ]
-        what = f"{count(len(every), 'parameter')} moved otherwise than the optimizer's options and these gradients give"
-        more = f" and {len(hows) - 3} more ways" if len(hows) > 3 else ""
-        yield Hit(at(every[0]), f"{what}: {', '.join(hows[:3])}{more}.")
 
 
 def _limits(facts: ProofFacts) -> Iterator[Hit]:
@@ -466,20 +413,28 @@ RULES: tuple[Rule, ...] = (
         "prove.not-stepped",
         "The optimizer steps everything that trains.",
         "Make the optimizer after the model is wrapped, from all parameters that train.",
-        _not_held,
+        not_held,
     ),
     _row(
         "prove.step-size",
         "Weights move as the optimizer's options say.",
         "Look for hooks of the optimizer, weights that are written after the step, and groups that lost their options.",
-        _step_size,
+        step_size,
+    ),
+    _row(
+        "prove.step-in-parts",
+        "A step over the parts of weights that ranks hold is the step over the whole weights.",
+        "What takes a matrix whole (a norm over it, orthogonalization, rows and columns) has to see it whole: gather "
+        "the gradient (param.grad.full_tensor()), compute the update, and keep this rank's part of it "
+        "(distribute_tensor(update, param.device_mesh, param.placements)).",
+        step_in_parts,
     ),
     _row(
         "prove.rounded-away",
         "A weight moves where its optimizer moves it.",
         "Keep weights in float32 and compute in bfloat16: torch.autocast, a MixedPrecisionPolicy, or Config(precision="
         "pk.BF16()).",
-        _rounded_away,
+        rounded_away,
         severity=Severity.WARNING,
     ),
     _row(
