@@ -56,6 +56,8 @@ class ModelCall:
     kwargs: dict[str, Any]
     autocast: tuple[bool, torch.dtype]
     outputs: Any = None
+    drawn: int = 0
+    """Samples that the program itself has drawn for it; 0: nobody knows."""
     rows: Tensor | None = None
     """Which rows of its first output a loss has asked for; None: none has gone backward, or nobody listens."""
 

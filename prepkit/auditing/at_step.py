@@ -56,7 +56,7 @@ def audit_step(
     called = [] if window is None else window.called()
     model = _meant(optimizer, roots, called, alive) or _model_of(optimizer, roots)
     over = () if window is None else window.phases.over()
-    optimizers = [optimizer, *(one for one in _beside(optimizer, alive, model) if not _rests_behind(one, over))]
+    optimizers = [optimizer, *(one for one in _beside(optimizer, alive, model) if not _rests_behind(one, over, model))]
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
     heard = None if window is None else window.facts(alive, model, inner(scheduler), optimizer)
     if heard is not None and window is not None and ask_ranks and world().carries_data and not heard.communicates:
@@ -203,9 +203,10 @@ def _beside(optimizer: Any, alive: list[Any], model: nn.Module) -> list[Any]:
     ]
 
 
-def _rests_behind(optimizer: Any, over: Collection[Any]) -> bool:
-    """Whether its training is over, and all that it holds was frozen behind it: what it held is nobody's turn now."""
-    held = (param for group in optimizer.param_groups for param in group["params"])
+def _rests_behind(optimizer: Any, over: Collection[Any], model: nn.Module) -> bool:
+    """Whether its training is over, and what the model has of it was frozen behind it: that is nobody's turn now."""
+    mine = {id(param) for param in model.parameters()}
+    held = (param for group in optimizer.param_groups for param in group["params"] if id(param) in mine)
     return optimizer in over and not any(param.requires_grad for param in held)
 
 

@@ -21,12 +21,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, far, inside_of, tensors
 from prepkit.auditing.losses import LossCompared
-from prepkit.auditing.others import is_placed, mixed_samples, shown_classes
+from prepkit.auditing.others import drawn_samples, is_placed, mixed_samples, shown_classes
 from prepkit.auditing.terms import compares
 from prepkit.facts.window import ForwardFacts
 from prepkit.objects.bare_tree import is_sharded
 from prepkit.objects.names import unwrap_root
-from prepkit.observe.prepared.around import frames_above, line_of_program
+from prepkit.observe.prepared.around import frames_above, line_of_program, own_frames
 from prepkit.observe.prepared.modules import drops
 from prepkit.ranks.world import world
 
@@ -98,6 +98,7 @@ class Forwards:
 
         def leaves(outputs: Any) -> None:
             call.outputs = apart(outputs)
+            call.drawn = drawn_samples(tensors((args, kwargs)), own_frames()) if from_outside else 0
             first = next((one for one in tensors(outputs) if one.grad_fn is not None), None) if spread else None
             if first is not None:
                 first.register_hook(call.asks_for)  # type: ignore[no-untyped-call]
@@ -173,7 +174,7 @@ def _can_be_asked(module: nn.Module) -> bool:
 def _asked(
     call: ModelCall, module: nn.Module, sizes: Collection[int], losses: list[LossCompared], returned: list[Tensor]
 ) -> Iterator[ForwardFacts]:
-    asking = Asking(call=call, module=module)
+    asking, sizes = Asking(call=call, module=module), {*sizes, call.drawn} - {0}
     with asking.aside():
         begun = time.perf_counter()
         first = asking.outputs()
@@ -182,7 +183,7 @@ def _asked(
         told = ForwardFacts(model=type(inside_of(module)).__name__, drops=tuple(asking.drops))
         again = asking.outputs()
         if again is not None and all(map(_equal, first, again)):  # else it draws, or remembers
-            mixed = mixed_samples(asking, first, sizes)
+            mixed = mixed_samples(asking, first, sizes, losses)
             placed = mixed is None and is_placed(asking, first, sizes)
             told = evolve(told, mixed=mixed, placed=placed, **_ahead(asking, first, losses, returned))
             told = evolve(told, **_padded(asking, losses), shown=shown_classes(asking, first, losses))

@@ -387,9 +387,11 @@ def _goes_on(frame: FrameType, passes: ast.stmt) -> bool:
 
 
 def _is_given(passes: ast.stmt, name: str) -> bool:
-    """Whether the loop gives a name another value, or something of it."""
+    """Whether the loop gives a name another value, or something of it; but for the skipping itself."""
+    skips = [one for one in ast.walk(passes) if isinstance(one, ast.Assign) and "skip_first" in ast.unparse(one.value)]
+    own = {id(target) for one in skips for target in one.targets}
     stored = [one for one in ast.walk(passes) if isinstance(getattr(one, "ctx", None), ast.Store | ast.Del)]
-    texts = [ast.unparse(one) for one in stored]
+    texts = [ast.unparse(one) for one in stored if id(one) not in own]
     return any(one == name or one.startswith((f"{name}.", f"{name}[")) for one in texts)
 
 

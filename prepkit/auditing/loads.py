@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
@@ -135,6 +135,9 @@ class Loads:
     _samples: dict[int, tuple[weakref.ref[Tensor], Tensor, str, str]] = field(factory=dict)
     """By ``id`` of a weight that was loaded: some of its elements as they were then, and where it was loaded."""
 
+    _idle: dict[str, tuple[Callable[[], Any], list[Tensor]]] = field(factory=dict)
+    """By line the module of a load that has changed nothing, and some elements of its weights then."""
+
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
@@ -152,8 +155,10 @@ class Loads:
     def _loaded(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         ties = self.ties.before_a_load(module) if named.get("assign") or given[2:3] == (True,) else []
         state = given[0] if given else named["state_dict"]
-        if self.stepped and _is_own(module, state) and called_by_program(frames_above(__file__)):
-            self.itself[type(module).__name__, line_of_program(frames_above(__file__))] = None
+        if self.stepped and called_by_program(frames_above(__file__)):
+            line = line_of_program(frames_above(__file__))
+            if _is_own(module, state) or self._changes_nothing_again(module, state, line):
+                self.itself[type(module).__name__, line] = None
         result = plain(module, *given, **named)
         self.ties.behind(ties)
         missing, unexpected = getattr(result, "missing_keys", ()), set(getattr(result, "unexpected_keys", ()))
@@ -161,6 +166,17 @@ class Loads:
         self._last[id(module)] = weakref.ref(module), told
         self._remembers(module, state)
         return result
+
+    def _changes_nothing_again(self, module: nn.Module, state: Mapping[Any, Any], line: str) -> bool:
+        """Whether a line loads what is there, for the second time, and the weights were trained in between."""
+        pairs = _pairs(module, state)
+        if not pairs or not all(a.shape == b.shape and torch.equal(a, b.to(a)) for a, b in pairs):
+            self._idle.pop(line, None)
+            return False
+        now = [_some_of(one) for one, _ in pairs[:SAMPLED]]
+        known, before = self._idle.get(line, (lambda: None, []))
+        self._idle[line] = weakref.ref(module), now
+        return known() is module and not all(map(torch.equal, before, now))
 
     def _remembers(self, module: nn.Module, state: Mapping[Any, Any]) -> None:
         line, name = line_of_program(frames_above(__file__)), type(module).__name__
@@ -199,10 +215,15 @@ def _is_other(now: Tensor, before: Tensor) -> bool:
 
 def _is_own(module: nn.Module, state: Mapping[Any, Any]) -> bool:
     """Return whether all that is loaded lies in the memory of the parameters that are to take it."""
+    here = _pairs(module, state)
+    return bool(here) and all(a.data_ptr() == b.data_ptr() for a, b in here)
+
+
+def _pairs(module: nn.Module, state: Mapping[Any, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Parameters, and what they are to take, of plain tensors."""
     params = dict(module.named_parameters(remove_duplicate=False))
     pairs = [(params[key], one) for key, one in state.items() if key in params and isinstance(one, Tensor)]
-    here = [(a, b) for a, b in pairs if a.numel() and type(a.data) is type(b.data) is Tensor and not a.is_meta]
-    return bool(here) and all(a.data_ptr() == b.data_ptr() for a, b in here)
+    return [(a, b) for a, b in pairs if a.numel() and type(a.data) is type(b.data) is Tensor and not a.is_meta]
 
 
 def _lost(module: nn.Module, state: Mapping[Any, Any], missing: list[str], unexpected: set[str]) -> Loaded | None:

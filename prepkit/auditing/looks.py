@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,7 +132,7 @@ class ScriptLooks:
             told = [one for one in told if one.severity is not Severity.NOTE]
             self._goes_behind(found, root)
         when = f"Before its first step, behind step {self.watched.steps}" if anew else ""
-        self._adds(tuple(evolve(one, where=f"{root}: {one.where}") for one in told), when)
+        self._adds(tuple(map(partial(_of_root, root), told)), when)
 
     def _goes_behind(self, found: Audit, root: str) -> None:
         """Watches a training that begins behind the first, for as many steps of its own: on one rank, as it began."""
@@ -142,8 +143,11 @@ class ScriptLooks:
         self._behind[f"{what} ({alike + 1})" if alike else what] = watch
 
         def adds(findings: tuple[Finding, ...]) -> None:
-            named = tuple(evolve(one, where=f"{root}: {one.where}") for one in findings)
-            self._adds(named, f"In step {watch.steps} of {trainer}", None if live is None else live.scheduler)
+            self._adds(
+                tuple(map(partial(_of_root, root), findings)),
+                f"In step {watch.steps} of {trainer}",
+                None if live is None else live.scheduler,
+            )
 
         def counts(*_: Any) -> None:
             if watch.steps >= self.steps:
@@ -201,6 +205,14 @@ class ScriptLooks:
         if self.found is not None and (self.arrivals.alone or self.steps > 1):
             self.found = everywhere(self.found)
         raise FirstStep
+
+
+def _of_root(root: str, found: Finding) -> Finding:
+    """A finding that says of which model it is, where it does not name a line of the program."""
+    return found if LINE.fullmatch(found.where) else evolve(found, where=f"{root}: {found.where}")
+
+
+LINE = re.compile(r"[^:]+\.py:\d+")
 
 
 def heard_behind(told: dict[str, Any]) -> tuple[Finding, ...]:

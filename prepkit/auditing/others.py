@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice, product
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,9 +42,41 @@ class _Samples:
     said: list[Tensor]
 
 
-def mixed_samples(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> SamplesMixed | None:
-    """Where the outputs of a sample come to depend on another one; None: nowhere, or it cannot be told."""
-    whole = _size(asking, sizes)
+def drawn_samples(given: Iterable[Tensor], frames: Iterable[FrameType]) -> int:
+    """How many rows of a table a program has drawn for a batch, as ``model(x[places])``; 0: nobody knows.
+
+    Rows that follow each other may be places of one sequence.
+    """
+    batches = [one for one in given if one.dim() and len(one) >= FEW and one.numel() <= LARGE]
+    for frame in islice(frames, 2):
+        held = [*frame.f_locals.values()] if batches else []
+        rows = [one for value in held if (one := _places(value)) is not None]
+        tables = [one for one in tensors(held) if one.dim()] if rows else []
+        for one, table, places in product(batches, tables, rows):
+            fits = table.shape[1:] == one.shape[1:] and (table.dtype, table.device) == (one.dtype, one.device)
+            inside = fits and len(places) == len(one) < len(table) > int(places.max()) and int(places.min()) >= 0
+            if inside and torch.equal(table[places.to(table.device)], one):
+                return len(one)
+    return 0
+
+
+def _places(value: Any) -> Tensor | None:
+    """Places in a table that do not follow each other; None: it is none."""
+    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) == "int64":
+        value = torch.as_tensor(value)
+    is_row = isinstance(value, Tensor) and value.dim() == 1 and value.dtype == torch.int64 and not value.is_meta
+    return value if is_row and len(value) >= FEW and bool((value.diff() != 1).any()) else None
+
+
+def mixed_samples(
+    asking: Asking, first: list[Tensor], sizes: Collection[int], losses: list[LossCompared]
+) -> SamplesMixed | None:
+    """Where the outputs of a sample come to depend on another one; None: nowhere, or it cannot be told.
+
+    Where nobody knows how many samples there are, it can be told of layers that take the first dimension for time.
+    """
+    known = _size(asking, sizes)
+    whole = known or _pooled(asking, losses)
     samples = None if whole < 2 or _on_purpose(asking.module) else _samples(asking, first, whole)
     if samples is None:
         return None
@@ -62,10 +96,10 @@ def mixed_samples(asking: Asking, first: list[Tensor], sizes: Collection[int]) -
         ends = after.get(name, ([], []))
         if _others_differ(size, outputs, ends[1]) and not _others_differ(size, inputs, ends[0]):
             module = asking.module.get_submodule(name)
-            kind, first_dim = type(module).__name__, getattr(module, "batch_first", True)
-            if any(word in kind.lower() for word in ON_PURPOSE):
+            kind, by_time = type(module).__name__, getattr(module, "batch_first", True) is False
+            if any(word in kind.lower() for word in ON_PURPOSE) or not (known or by_time):
                 return None
-            return SamplesMixed(path=name, kind=kind, batch=whole, time_first=first_dim is False)
+            return SamplesMixed(path=name, kind=kind, batch=whole, time_first=by_time)
     return None
 
 
@@ -89,6 +123,19 @@ def _given(asking: Asking) -> list[Tensor]:
 def _size(asking: Asking, sizes: Collection[int]) -> int:
     """Of the batch that it was given; 0: it was given none of these sizes."""
     return next((one.shape[0] for one in _given(asking) if one.dim() and one.shape[0] in sizes), 0)
+
+
+def _pooled(asking: Asking, losses: list[LossCompared]) -> int:
+    """Of the first dimension of sequences of which a loss compares one output each, and no place; 0: of none."""
+    for one in _given(asking):
+        if one.dim() < (3 if one.is_floating_point() else 2) or one.dtype == torch.bool:
+            continue
+        size, places = one.shape[0], one.shape[1]
+        for loss in losses:
+            shapes = (loss.outputs.shape, loss.targets.shape)
+            if all(shape[:1] == (size,) and len(shape) <= 2 and places not in shape[1:] for shape in shapes):
+                return size if places != size else 0
+    return 0
 
 
 def _samples(asking: Asking, first: list[Tensor], size: int) -> _Samples | None:

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -107,6 +107,7 @@ class Computing:
             reseeded=tuple(self._reseeded()),
             repeated=self._draws.told(),
             not_called=tuple(_not_called()),
+            none_given=tuple(_none_given()),
             blended=tuple(self._blended),
             lost_sums=tuple(self._writes.lost.values()),
             written_away=tuple(self._writes.away.values()),
@@ -295,6 +296,56 @@ def _not_called() -> Iterator[tuple[str, str]]:
                     yield f"{Path(file).name}:{one.lineno}", ast.unparse(one.value)
 
 
+def _none_given() -> Iterator[tuple[str, str, str]]:
+    """Yield lines that give on what changes a list, a set or a table, which is None, and who takes it."""
+    for file in dict.fromkeys(one.f_code.co_filename for one in own_frames()):
+        yield from _nones_of(file)
+
+
+@cache
+def _nones_of(file: str) -> tuple[tuple[str, str, str], ...]:
+    tree, found = parsed(file), []
+    kinds = {ast.unparse(one.targets[0]): _collection(one.value) for one in nodes_of(tree, ast.Assign)}
+    stored = Counter(ast.unparse(target) for one in nodes_of(tree, ast.Assign) for target in one.targets)
+    for one in nodes_of(tree, ast.Call, ast.Assign):
+        for taker, value in _given_on(one):
+            match value:
+                case ast.Call(func=ast.Attribute(value=held, attr=name)):
+                    said = ast.unparse(held)
+                    kind = _collection(held) or (kinds.get(said) if stored[said] == 1 else None)
+                    if kind is not None and name in CHANGES[kind]:
+                        found.append((f"{Path(file).name}:{value.lineno}", taker, ast.unparse(value)))
+    return tuple(found)
+
+
+def _given_on(node: ast.Call | ast.Assign) -> Iterator[tuple[str, ast.expr]]:
+    """Yield what a call is given, by name where it has one, or a name that is for use."""
+    match node:
+        case ast.Call(args=args, keywords=named):
+            yield from ((ast.unparse(node.func), one) for one in args)
+            yield from ((one.arg or ast.unparse(node.func), one.value) for one in named)
+        case ast.Assign(targets=[ast.Name(name)], value=value) if not name.startswith("_"):
+            yield name, value
+
+
+def _collection(node: ast.expr) -> type | None:
+    """The class of what is written as a list, a set or a table; None: it is none of them."""
+    match node:
+        case ast.List() | ast.ListComp() | ast.Call(func=ast.Name("list" | "sorted")):
+            return list
+        case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set")):
+            return set
+        case ast.Dict() | ast.DictComp() | ast.Call(func=ast.Name("dict")):
+            return dict
+    return None
+
+
+CHANGES: dict[type, frozenset[str]] = {
+    list: frozenset({"append", "extend", "insert", "remove", "clear", "reverse", "sort"}),
+    set: frozenset({"add", "update", "discard", "remove", "clear"}),
+    dict: frozenset({"update", "clear"}),
+}
+"""Methods that return None."""
 DOING = frozenset({"eval", "train", "zero_grad", "step", "backward", "update", "barrier", "close", "flush"})
 """Methods whose name alone does nothing."""
 

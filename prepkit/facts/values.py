@@ -51,6 +51,9 @@ class ValueFacts:
     repeated: tuple[RepeatedDraws, ...] = ()
     not_called: tuple[tuple[str, str], ...] = ()
     """Lines that name a method and do not call it, and what they say."""
+    none_given: tuple[tuple[str, str, str], ...] = ()
+    """Lines that give on what a method of a list, set or table returns that changes it: the line, what takes it (empty:
+    a name), and the call."""
     blended: tuple[str, ...] = ()
     """Lines that make whole numbers of means of whole numbers, as of classes that were interpolated."""
     lost_sums: tuple[LostSums, ...] = ()

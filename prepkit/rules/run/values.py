@@ -45,6 +45,12 @@ def _not_called(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"`{said}` names the method, and does not call it.", f"Write {said}().")
 
 
+def _none_given(facts: RunFacts) -> Iterator[Hit]:
+    for line, taker, said in _values(facts).none_given:
+        what = f"`{said}` changes what it is called on, and returns None"
+        yield Hit(line, f"{what}: that is what {f'`{taker}`' if taker else 'the name'} gets.")
+
+
 def _blends(facts: RunFacts) -> Iterator[Hit]:
     for line in _values(facts).blended:
         what = "Whole numbers, as of classes, were interpolated, and what it makes whole again are means of them"
@@ -100,6 +106,15 @@ RULES: tuple[Rule, ...] = (
         check=_not_called,
         at=(Moment.AUDIT,),
         fix="Write the brackets.",
+        severity=Severity.WARNING,
+        source=("Python",),
+    ),
+    Rule(
+        id="run.none-given",
+        summary="What a list, a set or a table is changed by is not given on in its place.",
+        check=_none_given,
+        at=(Moment.AUDIT,),
+        fix="Change it in a line of its own, and give it by its name; or give a new one, as [*names, name].",
         severity=Severity.WARNING,
         source=("Python",),
     ),

@@ -270,8 +270,8 @@ def _unresumed(facts: RunFacts) -> Iterator[Hit]:
 
 def _loaded_itself(facts: RunFacts) -> Iterator[Hit]:
     for name, line in facts.window.loaded_itself if facts.window is not None else ():
-        what = f"load_state_dict ({line}) was given the living weights of the very model that is to load them"
-        yield Hit(name, f"{what}: it changes nothing, as with best weights that were kept without a copy.")
+        what = f"load_state_dict ({line}) was given the living weights of the very model that is to load them, or what"
+        yield Hit(name, f"{what} is made of them: it changes nothing, as with weights that were kept without a copy.")
 
 
 def _idle(facts: RunFacts) -> Iterator[Hit]:
