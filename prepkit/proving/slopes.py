@@ -70,6 +70,8 @@ class _Held:
     """Norm of the gradient that is stepped."""
     along: float
     """That gradient along one direction, which tells it from others of its norm."""
+    constant: bool = False
+    """Whether all of its elements are one number."""
 
 
 class _Cuts(TorchFunctionMode):
@@ -253,6 +255,7 @@ def _held(record: Record) -> Iterator[tuple[str, _Held]]:
                     size=float(row.square().mean().sqrt()) if row.numel() else 0.0,
                     gradient=float(grad.norm()),
                     along=float(grad @ some),
+                    constant=row.numel() > 0 and bool((row == row[0]).all()),
                 ),
             )
 
@@ -261,13 +264,16 @@ def moved(held: Sequence[dict[str, _Held]]) -> Iterator[Moved]:
     """Yield what there is to move: what ranks hold alike together, and what is a rank's own by itself. Pure.
 
     What begins alike, as a bias of zeros, and has another gradient on each rank, is a rank's own where it lies in a
-    module of which nothing is alike.
+    module of which nothing is alike. One number everywhere says nothing of whose it is, beside weights of a rank's own.
     """
     names = dict.fromkeys(name for each in held for name in each)
     own = {name for name in names if len({each[name].digest if name in each else "" for each in held}) > 1}
     unlike = {name for name in names if name not in own and _unlike([each[name] for each in held])}
     for name in names:
-        if name in own or (name in unlike and _in_own_module(name, own, unlike, names)):
+        parent = name.rpartition(".")[0]
+        beside = {one for one in own if parent and one.rpartition(".")[0] == parent}
+        blank = bool(beside) and all(each[name].constant for each in held if name in each)
+        if name in own or (name in unlike and (blank or _in_own_module(name, own, unlike, names))):
             yield from (Moved(name, rank) for rank, each in enumerate(held) if name in each)
         else:
             yield Moved(name)

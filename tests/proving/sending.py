@@ -65,9 +65,25 @@ class Cut(nn.Module):
         return self.head(x + self.leaves(self.down(functional.gelu(self.up(self.enters(x))))))
 
 
-def cut(enters: Any, leaves: Any) -> Window:
+class CutWithBiases(Cut):
+    """The same in one module, beside biases of zeros: one that is cut, and one that all hold alike."""
+
+    def __init__(self, enters: Any, leaves: Any) -> None:
+        super().__init__(enters, leaves)
+        self.cut = nn.Module()
+        self.cut.up, self.cut.down = self.up.weight, self.down.weight
+        self.cut.of_part, self.cut.of_all = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(WIDTH))
+        del self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.enter(x))
+        inner = functional.gelu(functional.linear(self.enters(x), self.cut.up, self.cut.of_part))
+        return self.head(x + self.leaves(functional.linear(inner, self.cut.down)) + self.cut.of_all)
+
+
+def cut(enters: Any, leaves: Any, made: type[Cut] = Cut) -> Window:
     """Ranks read the same samples, and none has to average anything."""
-    model = seeded(lambda: Cut(enters, leaves))
+    model = seeded(lambda: made(enters, leaves))
     optimizer = adam(model)
 
     def train() -> None:
@@ -191,6 +207,10 @@ def cut_by_hand(rank: int, world: int) -> Window:
     return cut(_copied, _reduced)
 
 
+def cut_by_hand_with_biases(rank: int, world: int) -> Window:
+    return cut(_copied, _reduced, CutWithBiases)
+
+
 def experts_by_hand(rank: int, world: int) -> Window:
     return experts(_function(_exchanged, _exchanged), 1 / world)
 
@@ -205,6 +225,7 @@ def norms_over_buffers(rank: int, world: int) -> Window:
 
 RIGHT_SENDING = (
     cut_by_hand,
+    cut_by_hand_with_biases,
     experts_by_hand,
     norms_over_all,
     norms_summed,
