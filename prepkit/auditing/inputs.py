@@ -24,7 +24,14 @@ from prepkit.auditing.fetches import Fetches, SharedSettings
 from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
-from prepkit.observe.prepared.around import frames_above, line_of_program, nodes_of, own_frames, parsed
+from prepkit.observe.prepared.around import (
+    called_by_program,
+    frames_above,
+    line_of_program,
+    nodes_of,
+    own_frames,
+    parsed,
+)
 from prepkit.observe.prepared.around import name_of as called_as
 from prepkit.observe.prepared.instead import around_calls
 
@@ -118,6 +125,10 @@ class InputCalls:
     _differ: bool = False
     """Whether those of another call were not, of which one is enough."""
     _alike: dict[tuple[str, str, int], None] = field(factory=dict)
+    _own: dict[int, str] = field(factory=dict)
+    """By how many rows, the last line of the program that has drawn so many by torch's generator, since then."""
+    noise: str = ""
+    """Such a line that has drawn something for each sample of a batch, and no seed for it; empty: there was none."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -154,6 +165,7 @@ class InputCalls:
             if lookup.line not in self._padding and (told := _told_alike(lookup, inputs, outputs)) is not None:
                 self._padding[lookup.line] = told
         self._lookups = []
+        self.noise = self.noise or next((self._own[len(one)] for one in inputs if len(one) in self._own), "")
         if not self._differ:
             count = _alike(inputs)
             self._differ = not count
@@ -195,6 +207,8 @@ class InputCalls:
             line, whole = line_of_program(frames_above(__file__)), [one for one in given if isinstance(one, int)]
             bounds = (name, *([0] if len(whole) == 1 else []), *whole) if name == "randint" else (name,)
             draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=_some_of(drawn), bounds=bounds)
+            if name != "randint" and named.get("generator") is None and called_by_program(frames_above(__file__)):
+                self._own[len(drawn)] = line
             if name.startswith("randn"):
                 self._normal = [*self._normal, draw][-MOST:]
             elif drawn.numel() == len(drawn):
@@ -246,7 +260,7 @@ class InputCalls:
                 self._looks(graph(node))
             self._alike |= dict.fromkeys(self._rows if not self._differ else ())
             self._samples, self._draws, self._normal, self._times, self._noised = 0, [], [], [], []
-            self._rows, self._differ = [], False
+            self._rows, self._differ, self._own = [], False, {}
         return plain(losses, *given, **named)
 
     def _looks(self, every: list[Any]) -> None:

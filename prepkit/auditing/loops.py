@@ -22,6 +22,7 @@ from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import Line, frames_above, is_foreign, is_of_library, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.modules import generator
+from prepkit.observe.prepared.optimizers import inner
 from prepkit.observe.prepared.schedules import by_pass, is_idle
 
 MOST_STATES = 4096
@@ -49,7 +50,7 @@ class Turning:
 
     def facts(self, scheduler: Any = None, optimizer: Any = None) -> TurnFacts:
         """What was heard so far, with what the text of the program says of this scheduler."""
-        if optimizer is None or getattr(scheduler, "optimizer", None) is not optimizer:
+        if optimizer is None or inner(getattr(scheduler, "optimizer", None)) is not inner(optimizer):
             return TurnFacts()
         frames = list(frames_above(__file__))
         idle = is_idle(scheduler, frames)

@@ -223,7 +223,7 @@ class Window:
             elsewhere=() if model is None else tuple(dict.fromkeys(self._elsewhere(model))),
             ticked=self._ticked.get(id(scheduler), 0) or self._at_the_top(scheduler),
             backwards=self.backwards,
-            draws=self.draws,
+            draws=self.draws or self.inputs.noise,
             by_batch=ticked_in_loop(scheduler, frames_above(__file__)),
             overlap=overlap(alive),
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),

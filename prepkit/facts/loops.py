@@ -7,7 +7,7 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class ByPass:
-    """A schedule that is made for every step of all passes, and is ticked less often."""
+    """A schedule that is made for every step of all passes, and is ticked less often, or more."""
 
     scheduler: str
     """Its class."""
@@ -18,6 +18,8 @@ class ByPass:
     passes: int
     micros: int = 0
     """Micro-batches for which accelerate ticks it once, as it is made for all of them; 0: it is ticked once a pass."""
+    often: int = 0
+    """How often accelerate ticks it for each of those steps: once for every process; 0: it does not."""
 
 
 @frozen(kw_only=True)

@@ -257,7 +257,8 @@ class WindowFacts:
     reentrant: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Reentrant checkpoints that were given no input that requires a gradient: the line, and what trains inside."""
     draws: str = ""
-    """Class of a model that trains and has drawn random numbers of the CPU's generator; empty: none has."""
+    """Class of a model that trains and has drawn random numbers of the CPU's generator, or a line of the loop that has
+    drawn some for each sample; empty: none has."""
     by_batch: bool = False
     """Whether the program ticks the scheduler in the innermost loop around its step."""
     overlap: tuple[int, int, int] = (0, 0, 0)

@@ -282,7 +282,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         horizon=horizon(scheduler),
         early=_early(scheduler),
         ticked=last if isinstance(last := getattr(scheduler, "last_epoch", None), int) else None,
-        ticks=_ticks(given),
+        ticks=ticks_of(given),
         by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
         factor=_factor(scheduler),
         end=end_of_factors(scheduler),
@@ -332,7 +332,7 @@ def _early(scheduler: Any) -> int:
     return max(0, count - 1) if isinstance(count, int) else 0
 
 
-def _ticks(given: Any) -> int:
+def ticks_of(given: Any) -> int:
     """Ticks for each step: accelerate's wrapper makes one per process, unless batches are split."""
     if not type(given).__module__.startswith("accelerate.") or not hasattr(given, "step_with_optimizer"):
         return 1

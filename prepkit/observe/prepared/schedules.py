@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from prepkit.facts.loops import ByPass
 from prepkit.observe.optimizer import horizon
 from prepkit.observe.prepared.around import is_foreign, is_of_library, known, nodes, nodes_of, own_frames, parsed
-from prepkit.observe.prepared.optimizers import end_of_factors, inner
+from prepkit.observe.prepared.optimizers import end_of_factors, inner, ticks_of
 
 BESIDE = frozenset({"torch", "accelerate", "prepkit", "contextlib", "functools", "runpy", "__main__"})
 BESIDE |= {"absl", "click", "fire", "hydra", "typer"}  # by which a program's main function is called
@@ -52,9 +52,9 @@ def steps_its_own(scheduler: Any) -> bool:
 
 
 def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
-    """What it is, where a schedule that is made for the steps of all passes is ticked less often.
+    """What it is, where a schedule that is made for the steps of all passes is ticked less often, or more.
 
-    Once by the loop over passes; or by accelerate, once for all micro-batches of a step.
+    Once by the loop over passes; or by accelerate, once for all micro-batches of a step, or once for each process.
     """
     ticks = horizon(scheduler) or end_of_factors(scheduler)
     loops = list(_loops_around(frames))[:2]
@@ -69,6 +69,8 @@ def by_pass(scheduler: Any, frames: list[FrameType]) -> ByPass | None:
     for line, ticked in _ticks_in(inner, inside, scheduler):
         if (micros := _micros(ticked)) > 1 and ticks == passes * batches:
             return told(line=f"{Path(inside.f_code.co_filename).name}:{line}", micros=micros)
+        if (often := ticks_of(ticked)) > 1 and ticks == passes * batches:
+            return told(line=f"{Path(inside.f_code.co_filename).name}:{line}", often=often)
     lines = [line for line, _ in _ticks_in(outer, outside, scheduler)]
     within = range(inner.lineno, (inner.end_lineno or inner.lineno) + 1) if inside is outside else range(0)
     if not lines or any(line in within for line in lines) or _may_tick_in(inner, inside, scheduler):

@@ -28,10 +28,11 @@ def _elsewhere(facts: RunFacts) -> Iterator[Hit]:
 
 def _early(facts: RunFacts) -> Iterator[Hit]:
     scheduler = facts.scheduler
-    if scheduler is None or not scheduler.horizon or not facts.loaders or not facts.loaders[0].batches:
+    horizon = None if scheduler is None else scheduler.horizon or scheduler.end
+    if scheduler is None or not horizon or not facts.loaders or not facts.loaders[0].batches:
         return
     steps = -(-facts.loaders[0].batches // (facts.accumulation or 1))
-    horizon, ticks = scheduler.horizon, scheduler.ticks
+    ticks = scheduler.ticks
     passes, rest = divmod(horizon, steps)
     inside_first = horizon >= steps > horizon // ticks  # whoever wants less than a pass makes it for less
     if ticks > 1 and ((not rest and passes % ticks) or inside_first):

@@ -175,8 +175,11 @@ def _schedulers(facts: RunFacts) -> Iterator[Hit]:
 def _alike(facts: RunFacts) -> Iterator[Hit]:
     groups = {rank.tensor_ranks: rank.generator for rank in facts.ranks}
     alike = facts.drawn_alike or (len(groups) > 1 and len(set(groups.values())) == 1)
-    draws = facts.window.draws if facts.window is not None else ""
-    if not (alike and (facts.drops or draws)):
+    draws, given = (facts.window.draws, facts.window.given) if facts.window is not None else ("", ())
+    together = (
+        len(given) > 1 and any(given) and len(set(given)) == 1
+    )  # as where ranks hold parts of layers, cut by hand
+    if together or not (alike and (facts.drops or draws)):
         return
     dropped = f"dropout in {count(facts.drops, 'module')} takes the same elements"
     does = dropped if facts.drops else f"{draws} draws the same numbers"
@@ -353,7 +356,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="run.dropout-alike",
-        summary="Ranks with other samples drop other elements.",
+        summary="Ranks with other samples draw other numbers for them: for dropout, and as noise.",
         check=_alike,
         at=(Moment.DUE, Moment.AUDIT),
         needs=(Need.RANKS,),
