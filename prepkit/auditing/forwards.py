@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.asking import Asking, ModelCall, apart, digest_of_calls, far, inside_of, tensors
 from prepkit.auditing.losses import LossCompared
-from prepkit.auditing.others import drawn_samples, is_placed, mixed_samples, shown_classes
+from prepkit.auditing.others import drawn_samples, is_placed, mixed_samples, shown_classes, views_apart
 from prepkit.auditing.terms import compares
 from prepkit.facts.window import ForwardFacts
 from prepkit.objects.bare_tree import is_sharded
@@ -187,6 +187,7 @@ def _asked(
             placed = mixed is None and is_placed(asking, first, sizes)
             told = evolve(told, mixed=mixed, placed=placed, **_ahead(asking, first, losses, returned))
             told = evolve(told, **_padded(asking, losses), shown=shown_classes(asking, first, losses))
+        told = evolve(told, views_apart=views_apart(asking, losses))
         told = evolve(told, holds=next((one for loss in losses if (one := _held(asking, loss))), ""))
     yield told
 

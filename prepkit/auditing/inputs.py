@@ -125,8 +125,8 @@ class InputCalls:
     _differ: bool = False
     """Whether those of another call were not, of which one is enough."""
     _alike: dict[tuple[str, str, int], None] = field(factory=dict)
-    _own: dict[int, str] = field(factory=dict)
-    """By how many rows, the last line of the program that has drawn so many by torch's generator, since then."""
+    _own: list[_Draw] = field(factory=list)
+    """Those since then that the program itself has made by torch's common generator."""
     noise: str = ""
     """Such a line that has drawn something for each sample of a batch, and no seed for it; empty: there was none."""
 
@@ -165,7 +165,7 @@ class InputCalls:
             if lookup.line not in self._padding and (told := _told_alike(lookup, inputs, outputs)) is not None:
                 self._padding[lookup.line] = told
         self._lookups = []
-        self.noise = self.noise or next((self._own[len(one)] for one in inputs if len(one) in self._own), "")
+        self.noise = self.noise or self._beside_data(inputs)
         if not self._differ:
             count = _alike(inputs)
             self._differ = not count
@@ -208,7 +208,7 @@ class InputCalls:
             bounds = (name, *([0] if len(whole) == 1 else []), *whole) if name == "randint" else (name,)
             draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=_some_of(drawn), bounds=bounds)
             if name != "randint" and named.get("generator") is None and called_by_program(frames_above(__file__)):
-                self._own[len(drawn)] = line
+                self._own = [*self._own, draw][-MOST:]
             if name.startswith("randn"):
                 self._normal = [*self._normal, draw][-MOST:]
             elif drawn.numel() == len(drawn):
@@ -216,6 +216,13 @@ class InputCalls:
             if name in ("rand", "rand_like") and drawn.numel() >= MOST:
                 self._draws = [*self._draws, draw][-MOST:]
         return drawn
+
+    def _beside_data(self, inputs: list[Tensor]) -> str:
+        """The line of a draw for each sample of something that was not drawn so, and which is no input itself."""
+        drawn = {id(one): draw for one in inputs for draw in self._own if draw.shape == one.shape and _holds(one, draw)}
+        sizes = {len(one) for one in inputs if id(one) not in drawn}
+        used = [*drawn.values()]
+        return next((one.line for one in self._own if one.shape[0] in sizes and one not in used), "")
 
     def _hears_noised(self, inputs: list[Tensor], outputs: Any, batch: list[Tensor]) -> None:
         """Looks for noise in what a model is given, which says noise of each number, and is told of something else."""
@@ -260,7 +267,7 @@ class InputCalls:
                 self._looks(graph(node))
             self._alike |= dict.fromkeys(self._rows if not self._differ else ())
             self._samples, self._draws, self._normal, self._times, self._noised = 0, [], [], [], []
-            self._rows, self._differ, self._own = [], False, {}
+            self._rows, self._differ, self._own = [], False, []
         return plain(losses, *given, **named)
 
     def _looks(self, every: list[Any]) -> None:

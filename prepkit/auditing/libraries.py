@@ -17,7 +17,7 @@ from attrs import define, field
 from torch import nn
 
 from prepkit.auditing.of_trainer import dropped_columns, undivided_loss
-from prepkit.auditing.pixels import Pixels
+from prepkit.auditing.pixels import Pixels, moved_apart
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.objects import zero3
 from prepkit.observe.prepared.around import (
@@ -79,7 +79,8 @@ class LibraryCalls:
 
     def facts(self, alive: Iterable[Any] = (), roots: Iterable[nn.Module] = ()) -> LibraryFacts:
         """What was heard so far; ``roots``: modules that were called from outside of any other."""
-        modules, roots = [one for one in alive if isinstance(one, nn.Module)], [*roots]
+        alive, roots = [*alive], [*roots]
+        modules = [one for one in alive if isinstance(one, nn.Module)]
         engines = _of(modules, "deepspeed.runtime.engine", "DeepSpeedEngine")
         return LibraryFacts(
             clipped_past=self._clipped_past(engines),
@@ -89,6 +90,7 @@ class LibraryCalls:
             undivided=undivided_loss(),
             begun_empty=tuple(self._empty),
             raw_pixels=tuple(dict.fromkeys(self.pixels.facts(roots))),
+            moved_apart=tuple(moved_apart(alive)),
             frozen_adapters=tuple(dict.fromkeys(_frozen_adapters(roots))),
         )
 

@@ -290,3 +290,44 @@ def _shown(asking: Asking, rows: Tensor, classes: Tensor, count: int) -> Iterato
 
 def _differ(classes: Tensor) -> bool:
     return bool((classes != classes[0]).any())
+
+
+# --- its other view ---
+
+
+def views_apart(asking: Asking, losses: list[LossCompared]) -> int:
+    """Samples whose nearest one stands beside them, as two views do, and of which a loss makes another their class.
+
+    As where views were put in turn, and a contrastive loss takes the second half for views of the first. 0: none.
+    """
+    given = (one for one in _given(asking) if one.dim() > 1 and one.is_floating_point() and one.numel() <= LARGE)
+    for one in given:
+        size = len(one)
+        beside = torch.arange(size, device=one.device) ^ 1
+        for loss in losses:
+            paired = _paired(loss, size) if FEW <= size <= MOST_VIEWS and size % 2 == 0 else None
+            if paired is None:
+                continue
+            rows = one.flatten(1).float()
+            nearest = torch.cdist(rows, rows).fill_diagonal_(torch.inf).argmin(1)
+            found = (nearest == each.to(nearest.device) for each in (beside, paired))
+            is_beside, is_paired = (float(each.float().mean()) for each in found)
+            if is_beside > MANY and is_paired < (1 - MANY) / 4:
+                return size
+    return 0
+
+
+MOST_VIEWS = 1024
+MANY = 0.6
+"""Share of samples whose nearest one is a view of them: in a row of samples that change slowly it is half."""
+
+
+def _paired(loss: LossCompared, size: int) -> Tensor | None:
+    """Which other sample a loss makes the class of each; None: its classes are no samples."""
+    outputs, targets = loss.outputs, loss.targets
+    if targets.is_floating_point() or targets.shape != (size,) or outputs.dim() != 2 or len(outputs) != size:
+        return None
+    own = torch.arange(size, device=targets.device)
+    if outputs.shape[1] == size:
+        return None if bool((targets == own).any()) else targets
+    return targets + (targets >= own) if outputs.shape[1] == size - 1 else None

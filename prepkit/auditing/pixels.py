@@ -1,17 +1,26 @@
-"""Pictures of 0 to 255 that a first convolution is given as they are."""
+"""Pictures of 0 to 255 that a first convolution is given as they are, and what is moved otherwise than its picture."""
 
 from __future__ import annotations
 
+import ast
+import copy
+import re
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from prepkit.observe.prepared.around import is_foreign, nodes_of, parsed
 from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.reading import generators_kept
 
 MOST = 4
 """Convolutions that are kept."""
@@ -20,6 +29,12 @@ SAMPLE = 4096
 LEVELS = 16
 """Different values that a picture has at least."""
 CHANNELS = (1, 3)
+OF_PLACES = re.compile(r"mask|seg|label|target|annot|depth|heat|flow|ground|gt")
+"""Of names of what says something of each place of a picture."""
+TOGETHER = re.compile(r"seed|state|generator|replay")
+"""What a program writes that makes two draws one."""
+TRIES = 8
+"""Of a transform, of which one has to be other than the first."""
 
 
 @define(eq=False)
@@ -70,3 +85,76 @@ def _normed(root: nn.Module, path: str) -> bool:
     return any(one.startswith(("BatchNorm", "SyncBatchNorm", "GroupNorm", "InstanceNorm")) for one in kinds) or any(
         "Norm" in one for one in beside
     )
+
+
+def moved_apart(alive: Iterable[Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield what a data set moves at random, apart from what says something of each of its places.
+
+    The line, the picture, and what is moved by draws of its own.
+    """
+    for data in {id(one): one for one in map(_inside, alive) if one is not None}.values():
+        code = getattr(getattr(type(data), "__getitem__", None), "__code__", None)
+        if code is None or is_foreign(code.co_filename):
+            continue
+        every = (one for one in nodes_of(parsed(code.co_filename), ast.FunctionDef) if isinstance(one, ast.FunctionDef))
+        read = next((one for one in every if one.name == "__getitem__" and _begins(one) == code.co_firstlineno), None)
+        if read is None or TOGETHER.search(ast.unparse(read)):
+            continue
+        for name, given in _transforms(read).items():
+            of_places = [node for node in given if OF_PLACES.search(ast.unparse(node).lower())]
+            rest = [node for node in given if node not in of_places]
+            if of_places and rest and _moves_at_random(_apart(data, name)):
+                line = f"{Path(code.co_filename).name}:{of_places[0].lineno}"
+                yield line, ast.unparse(rest[0]), ast.unparse(of_places[0])
+
+
+def _inside(loader: Any) -> Any:
+    """The data set of a loader, or of one that is being read; None: it is neither."""
+    known = isinstance(loader, DataLoader | _BaseDataLoaderIter)
+    data = getattr(loader, "dataset", getattr(loader, "_dataset", None)) if known else None
+    while isinstance(data, Subset):
+        data = data.dataset
+    return data
+
+
+def _begins(function: ast.FunctionDef) -> int:
+    return min([function.lineno, *(one.lineno for one in function.decorator_list)])
+
+
+def _transforms(read: ast.FunctionDef) -> dict[str, list[ast.expr]]:
+    """What a method gives to each ``self.name(...)`` of one argument."""
+    found: dict[str, list[ast.expr]] = defaultdict(list)
+    for one in ast.walk(read):
+        match one:
+            case ast.Call(func=ast.Attribute(value=ast.Name("self"), attr=name), args=[given], keywords=[]):
+                found[name].append(given)
+    return found
+
+
+def _apart(data: Any, name: str) -> Any:
+    """A transform of a data set that can be called with nothing left of it; None: it cannot."""
+    draws = any(hasattr(one, "get_state") or hasattr(one, "getstate") for one in vars(data).values())
+    if name in vars(data):
+        try:
+            return copy.deepcopy(vars(data)[name])
+        except Exception:  # of the program's own class
+            return None
+    return None if draws else getattr(data, name, None)
+
+
+@torch.no_grad()
+def _moves_at_random(transform: Any) -> bool:
+    """Return whether it gives a picture its pixels in other places, and not always in the same."""
+    if not callable(transform):
+        return False
+    picture, seen = torch.arange(1.0, 257.0).view(1, 16, 16), list[Tensor]()
+    with generators_kept(seed=0):
+        for _ in range(TRIES):
+            try:
+                moved = transform(picture.clone())
+            except Exception:  # of the program's own code, for a picture that it never gave
+                return False
+            if type(moved) is not Tensor or not moved.numel() or not bool(torch.isin(moved, picture).all()):
+                return False
+            seen.append(moved)
+    return any(one.shape != seen[0].shape or not torch.equal(one, seen[0]) for one in seen)

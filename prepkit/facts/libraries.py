@@ -27,3 +27,6 @@ class LibraryFacts:
     """Functions of ``torch.nn.init`` that were given a weight which ZeRO-3 has empty, with their lines."""
     raw_pixels: tuple[tuple[str, float], ...] = ()
     """First convolutions that are given whole numbers up to 255, and the largest of them."""
+    moved_apart: tuple[tuple[str, str, str], ...] = ()
+    """Lines of data sets that move something at random apart from the picture of whose places it speaks: the line, the
+    picture, and what is moved."""

@@ -155,6 +155,8 @@ class ForwardFacts:
     """Where an input says of which class the samples of the loss are, and not of which others are: ``x[:, 24:29]``."""
     learned: str = ""
     """The input whose pads count in the loss."""
+    views_apart: int = 0
+    """Samples that stand beside another view of themselves, and that a loss pairs with another sample; 0: none do."""
 
 
 @frozen(kw_only=True)

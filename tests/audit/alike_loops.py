@@ -131,12 +131,32 @@ def own_episodes(rank: int, world: int) -> None:
     drawn(rank)
 
 
+def noised(rank: int, *, seeded: bool) -> None:
+    """Samples of the rank's own, and noise on each."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, WIDE))
+    samples = torch.randn(16, WIDE, generator=torch.Generator().manual_seed(5 + rank))
+    if seeded:
+        torch.manual_seed(20 + rank)
+    noise = torch.randn_like(samples)
+    taken(model, adam(model), fn.mse_loss(model(samples + 0.3 * noise), noise))
+
+
+def noise_that_ranks_share(rank: int, world: int) -> None:
+    noised(rank, seeded=False)
+
+
+def noise_by_rank(rank: int, world: int) -> None:
+    noised(rank, seeded=True)
+
+
 WRONG_ALIKE: tuple[Loop, ...] = (
     *(Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)),
     Loop(same_episodes, ranks=2, rule="run.same-batch"),
+    Loop(noise_that_ranks_share, ranks=2, rule="run.dropout-alike"),
 )
 RIGHT_ALIKE: tuple[Loop, ...] = (
     *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
     *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
-    *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph)),
+    *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph, noise_by_rank)),
 )

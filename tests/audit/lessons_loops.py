@@ -46,6 +46,30 @@ def skips_in_each_call(rank: int, world: int) -> None:
         passes_over(ours, model, optimizer, active)
 
 
+def skips_for_good(rank: int, world: int) -> None:
+    ours, model, optimizer, loader, _ = resumed_loaders()
+    for epoch in range(2, 6):
+        if epoch == 2:
+            loader = ours.skip_first_batches(loader, 2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            ours.backward(fn.cross_entropy(model(x), y))
+            optimizer.step()
+
+
+def skips_and_goes_back(rank: int, world: int) -> None:
+    ours, model, optimizer, loader, _ = resumed_loaders()
+    whole = loader
+    for epoch in range(2, 6):
+        loader = whole
+        if epoch == 2:
+            loader = ours.skip_first_batches(loader, 2)
+        for x, y in loader:
+            optimizer.zero_grad()
+            ours.backward(fn.cross_entropy(model(x), y))
+            optimizer.step()
+
+
 def skips_in_the_first_pass(rank: int, world: int) -> None:
     ours, model, optimizer, loader, skipped = resumed_loaders()
     for epoch in range(2, 6):
@@ -186,13 +210,16 @@ def images_in_the_place_of_tokens(rank: int, world: int) -> None:
 
 
 WRONG_LESSONS: tuple[Loop, ...] = (
-    *(Loop(run, "accelerate", rule="run.skip-kept") for run in (skips_in_each_pass, skips_in_each_call)),
+    *(
+        Loop(run, "accelerate", rule="run.skip-kept")
+        for run in (skips_in_each_pass, skips_in_each_call, skips_for_good)
+    ),
     Loop(new_tokens_rest, "peft", rule="run.new-tokens-frozen"),
     Loop(grown_by_hand_and_frozen, rule="run.new-tokens-frozen"),
 )
 RIGHT_LESSONS: tuple[Loop, ...] = (
     *(Loop(run, "accelerate") for run in (skips_in_the_first_pass, skips_where_it_asks, goes_back_to_the_loader)),
-    *(Loop(run, "accelerate") for run in (skips_before_the_passes, skips_in_the_last_pass)),
+    *(Loop(run, "accelerate") for run in (skips_before_the_passes, skips_in_the_last_pass, skips_and_goes_back)),
     *(Loop(run, "peft") for run in (new_tokens_are_saved, new_tokens_alone_train, new_tokens_have_an_adapter)),
     *(Loop(run, "peft") for run in (new_token_pads, new_tokens_are_never_read)),
     Loop(images_in_the_place_of_tokens),

@@ -308,7 +308,93 @@ def classes_hidden_and_given_again(rank: int, world: int) -> None:
         steps(optimizer, fn.cross_entropy(out, torch.where(hidden, y, -100)))
 
 
+# --- batches of no loader ---
+
+
+class Pools(nn.Module):
+    """Weighs places by a softmax, or by mistake samples."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weighs, self.head, self.dim = nn.Linear(4, 1), nn.Linear(4, 3), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x * self.weighs(x).softmax(self.dim)).sum(1))
+
+
+def drawn(model: nn.Module, table: Tensor) -> None:
+    y = torch.arange(len(table)) % 3
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        places = torch.randint(len(table), (12,))
+        steps(optimizer, fn.cross_entropy(model(table[places]), y[places]))
+
+
+def samples_weighed_by_each_other(rank: int, world: int) -> None:
+    drawn(Pools(0), torch.randn(40, 7, 4))
+
+
+def places_weighed_by_each_other(rank: int, world: int) -> None:
+    drawn(Pools(1), torch.randn(40, 7, 4))
+
+
+class Mixes(nn.Module):
+    """A layer of a transformer over sequences, and one output for each."""
+
+    def __init__(self, places: int, *, batch_first: bool) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=batch_first)
+        self.head, self.places = nn.Linear(8, 3), places
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(self.places))
+
+
+def made(model: nn.Module, *shape: int) -> None:
+    """Batches that are made as they are needed, of 12 samples."""
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        steps(optimizer, fn.cross_entropy(model(torch.randn(*shape, 8)), torch.randint(3, (12,))))
+
+
+def sequences_mixed_as_places(rank: int, world: int) -> None:
+    made(Mixes(1, batch_first=False), 12, 7)
+
+
+def sequences_with_places_first(rank: int, world: int) -> None:
+    made(Mixes(0, batch_first=False), 7, 12)
+
+
+def sequences_with_samples_first(rank: int, world: int) -> None:
+    made(Mixes(1, batch_first=True), 12, 7)
+
+
+# --- two views of each sample ---
+
+
+def contrasted(*, in_turn: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        things = torch.randn(10, 1, 16)
+        views = things + 0.3 * torch.randn(10, 2, 16)
+        views = views.flatten(0, 1) if in_turn else views.transpose(0, 1).flatten(0, 1)
+        said = fn.normalize(model(views), dim=1)
+        likeness = (said @ said.T / 0.2).masked_fill(torch.eye(20, dtype=torch.bool), -torch.inf)
+        steps(optimizer, fn.cross_entropy(likeness, torch.arange(20).roll(10)))
+
+
+def views_in_turn(rank: int, world: int) -> None:
+    contrasted(in_turn=True)
+
+
+def views_behind_each_other(rank: int, world: int) -> None:
+    contrasted(in_turn=False)
+
+
 WRONG_OTHERS: tuple[Loop, ...] = (
+    *(Loop(run, rule="run.samples-mix") for run in (samples_weighed_by_each_other, sequences_mixed_as_places)),
+    Loop(views_in_turn, rule="run.views-apart"),
     Loop(recurs_over_samples, rule="run.samples-mix"),
     *(
         Loop(run, rule="run.module-unheld")
@@ -320,6 +406,8 @@ WRONG_OTHERS: tuple[Loop, ...] = (
     ),
 )
 RIGHT_OTHERS: tuple[Loop, ...] = (
+    *map(Loop, (places_weighed_by_each_other, sequences_with_places_first, sequences_with_samples_first)),
+    Loop(views_behind_each_other),
     *map(Loop, (recurs_over_places, recurs_over_places_first, recurs_over_places_in_order)),
     *map(Loop, (says_something_of_each_place, images_as_large_as_a_batch, samples_with_neighbours)),
     *map(Loop, (weights_that_are_held, weights_held_later, weights_added_later, weights_that_rest)),

@@ -423,3 +423,43 @@ def test_a_parameter_that_was_trained_before_the_program_began_is_none_of_its() 
 
     assert said(train) == []
     assert before.grad is not None
+
+
+class Tuned(nn.Module):
+    """A new head on what was trained before, which is frozen, and goes on to average or rests."""
+
+    def __init__(self, body: nn.Module, *, rests: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.rests = body.requires_grad_(requires_grad=False), nn.Linear(16, 2), rests
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rests:
+            self.body.eval()
+        return self.head(self.body(x))
+
+
+def tuned(*, rests: bool) -> Train:
+    body, first = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU()), nn.Linear(16, 3)
+
+    def one(model: nn.Module, optimizer: Any, classes: int) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(12, 8)), torch.arange(12) % classes).backward()
+        optimizer.step()
+
+    def train() -> None:
+        whole = nn.Sequential(body, first)
+        optimizer = torch.optim.Adam(whole.parameters())
+        for _ in range(3):
+            one(whole, optimizer, 3)
+        model = Tuned(body, rests=rests)
+        head = torch.optim.SGD(model.head.parameters(), 0.1)
+        for _ in range(3):
+            one(model, head, 2)
+
+    return train
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_norms_of_what_is_frozen_behind_a_first_training_rest(*, rests: bool) -> None:
+    """Its optimizer lives on, and holds a first head beside it that nobody has frozen."""
+    assert said(tuned(rests=rests)) == ([] if rests else ["run.frozen-norms"])

@@ -156,6 +156,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.adapters-frozen": told(frozen_adapters=("Classifier.body",)),
     "run.trainer-undivided": told(undivided=("forward", "train.py:31", 8)),
     "run.column-dropped": told(dropped=(("train.py:31", "weight"),)),
+    "run.moved-apart": told(moved_apart=(("data.py:31", "image", "mask"),)),
     "run.pixels-raw": told(raw_pixels=(("Net.enter", 255.0),)),
     "run.view-permutes": computed(permuted=(SCRAMBLED, evolve(SCRAMBLED, before=(4, 3), after=(3, 4), order=(1, 0)))),
     "run.sums-lost": computed(
@@ -485,7 +486,14 @@ BROKEN: dict[str, RunFacts] = {
         reseeded=(("train.py:31", 1234),), repeated=(RepeatedDraws(line="train.py:65", seed=42, every=8),)
     ),
     "run.classes-blended": computed(blended=("train.py:31",)),
+    "run.none-given": computed(
+        none_given=(
+            ("train.py:9", "modules_to_save", "names.append('score')"),
+            ("train.py:12", "", "names.sort()"),
+        )
+    ),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
+    "run.views-apart": asked(views_apart=128),
     "run.target-given": asked(holds="x[:, 23]", shown="x[:, 24:29]"),
     "run.drops-evaluating": asked(drops=("dropout (train.py:31)",)),
     "run.backward-wasted": evolve(FINE, window=WindowFacts(wasted=(("train.py:31", 3),))),

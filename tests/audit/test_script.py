@@ -156,6 +156,40 @@ def test_ranks_of_torchrun_are_audited_together(run: Auditor) -> None:
     assert "error run.same-samples at loaders[0]: 2 ranks read all of its samples, in one order" in out
 
 
+TICKED = f"""{MODEL}
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+ours = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), 4, shuffle=True)
+model, optimizer, loader = ours.prepare(model, optimizer, loader)
+EPOCHS = 2
+total = EPOCHS * len(loader)
+schedule = ours.prepare(LambdaLR(optimizer, lambda at: max(0.0, 1 - at / total)))
+for epoch in range(EPOCHS):
+    for (x,) in loader:
+        optimizer.zero_grad()
+        ours.backward(model(x).square().mean())
+        optimizer.step()
+        schedule.step()
+"""
+
+
+def test_a_schedule_for_all_steps_that_accelerate_ticks_once_a_process_is_told(run: Auditor) -> None:
+    pytest.importorskip("accelerate")
+    code, out, err = run(TICKED, "train.py", world=2)
+    assert code == 0, err
+    assert "warning run.ticked-by-pass at LambdaLR: It is made for 16 ticks, and for train.py:" in out
+    assert "accelerate ticks it 2 times a step, one for each process: it is at its end after 8 steps" in out
+    _, out, _ = run(
+        TICKED.replace("EPOCHS * len(loader)", "EPOCHS * len(loader) * ours.num_processes"), "train.py", world=2
+    )
+    assert "ticked-by-pass" not in out
+
+
 ONE_LEAVES = RANKS.replace("optimizer.step()", "if dist.get_rank() == 1: sys.exit()\n    optimizer.step()")
 ONE_SKIPS = RANKS.replace(
     "optimizer.step()",

@@ -529,11 +529,70 @@ for at in range(12):
     optimizer.zero_grad()
 """
 )
+REPTILE = (
+    BEGINS
+    + """
+for task in range(4):
+    before = model.state_dict()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    for at in range(2):
+        inner.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        inner.step()
+    after = model.state_dict()
+    model.load_state_dict({name: before[name] + 0.5 * (after[name] - before[name]) for name in before})
+"""
+)
+APPENDS = (
+    """
+names = ["0"]
+config = dict(names=names, saved=names.append("2"))
+"""
+    + PERTURBS
+)
+MOVES = """import random, torch
+from torch import nn
+from torch.nn import functional as fn
+from torch.utils.data import DataLoader, Dataset
+class Turn:
+    def __call__(self, picture):
+        return torch.rot90(picture, random.randint(0, 3), (-2, -1))
+class Brighten:
+    def __call__(self, picture):
+        return picture * (0.5 + random.random())
+class Pictures(Dataset):
+    def __init__(self):
+        self.turn, self.brighten = Turn(), Brighten()
+    def __len__(self):
+        return 24
+    def __getitem__(self, at):
+        image = torch.randn(1, 8, 8)
+        mask = (image > 0.5).float()
+        return self.turn(image), self.turn(mask)
+model = nn.Conv2d(1, 1, 3, padding=1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for image, mask in DataLoader(Pictures(), 4, shuffle=True):
+    optimizer.zero_grad()
+    fn.binary_cross_entropy_with_logits(model(image), mask).backward()
+    optimizer.step()
+"""
+SEEDED = """seed = random.random()
+        random.seed(seed)
+        image = self.turn(image)
+        random.seed(seed)
+        return image, self.turn(mask)"""
 
 
 @pytest.mark.parametrize(
     ("text", "steps", "said"),
     [
+        (REPTILE, 9, "run.loaded-itself at Sequential"),
+        (REPTILE.replace("model.state_dict()", "copy.deepcopy(model.state_dict())"), 9, ""),
+        (APPENDS, 1, "run.none-given at train.py:3: `names.append('2')` changes what it is called on"),
+        (APPENDS.replace('names.append("2")', '[*names, "2"]'), 1, ""),
+        (MOVES, 1, "run.moved-apart at train.py:19: `image` and `mask` are flipped, turned or cut at random"),
+        (MOVES.replace("return self.turn(image), self.turn(mask)", SEEDED), 1, ""),
+        (MOVES.replace("self.turn(image), self.turn(mask)", "self.brighten(image), mask"), 1, ""),
         (PERTURBS + "model.eval\n", 1, "run.not-called at train.py:22: `model.eval` names the method"),
         (AVERAGES, 1, "run.average-idle at model: train.py:10: old = 0.9 * old + 0.1 * new binds a name"),
         (AVERAGES.replace("old = 0.9 * old + 0.1 * new", "old.mul_(0.9).add_(new, alpha=0.1)"), 1, ""),
@@ -556,6 +615,13 @@ for at in range(12):
         (ANEW.replace("torch.optim.Adam(model.parameters(), 1e-3)", "torch.optim.SGD(model.parameters(), 0.1)"), 8, ""),
     ],
     ids=[
+        "a way back that goes nowhere",
+        "a way back",
+        "none that is given",
+        "a new list",
+        "moved apart",
+        "moved by one seed",
+        "brightened",
         "not called",
         "bound to a name",
         "mixed",

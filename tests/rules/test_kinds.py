@@ -55,7 +55,7 @@ WARNINGS = _ids(
         "units-alike norm-momentum layer-repeated state-carried straight-through "
         "clipped-nothing engine-gated autocast-unused adapters-frozen "
         "column-dropped pixels-raw view-permutes cast-to-nothing sums-lost written-away rows-alike drawn-without-graph "
-        "schedule-idle ticked-by-pass slope-zero decays-nothing backward-other "
+        "none-given moved-apart views-apart schedule-idle ticked-by-pass slope-zero decays-nothing backward-other "
         "loss-divided clipped-late clipped-between gathered-apart unwaited loss-kept pairs-misplaced "
         "skip-kept new-tokens-frozen judged-alike average-itself "
         "term-overwritten average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained",

@@ -79,6 +79,13 @@ def _holds(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(one.model, f"{what} others: it reads off what it is to say.", fix)
 
 
+def _views(facts: RunFacts) -> Iterator[Hit]:
+    for one in _forwards(facts):
+        if one.views_apart:
+            what = f"Its {one.views_apart} samples stand in pairs, each beside the one that is most like it"
+            yield Hit(one.model, f"{what}, as two views of one thing; the loss has it find another one.")
+
+
 def _misgiven(facts: RunFacts) -> Iterator[Hit]:
     for one in facts.window.misgiven if facts.window is not None else ():
         if not one.kind:
@@ -165,6 +172,16 @@ RULES: tuple[Rule, ...] = (
         fix="Count positions along the dimension of the sequence: of (N, T, C), with batch_first=True, x.size(1).",
         severity=Severity.WARNING,
         source=("torch Module.forward",),
+    ),
+    Rule(
+        id="run.views-apart",
+        summary="A contrastive loss pairs each sample with its own other view.",
+        check=_views,
+        at=(Moment.AUDIT,),
+        fix="Put views one behind the other, as the loss takes them: torch.cat([first, second]), or for views of shape "
+        "(N, 2, ...) views.transpose(0, 1).flatten(0, 1).",
+        severity=Severity.WARNING,
+        source=("SimCLR, arXiv 2002.05709",),
     ),
     Rule(
         id="run.target-given",

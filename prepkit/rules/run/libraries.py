@@ -44,6 +44,12 @@ def _drops(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("loaders", f"{what} name it.")
 
 
+def _moved(facts: RunFacts) -> Iterator[Hit]:
+    for line, picture, moved in _asked(facts).moved_apart:
+        what = f"`{picture}` and `{moved}` are flipped, turned or cut at random, each by draws of its own"
+        yield Hit(line, f"{what}: `{moved}` speaks of other places than those that the model sees.")
+
+
 def _is_raw(facts: RunFacts) -> Iterator[Hit]:
     for place, most in _asked(facts).raw_pixels:
         yield Hit("model", f"`{place}` is given pixels from 0 to {most:.0f}: nothing has scaled them.")
@@ -114,6 +120,15 @@ RULES: tuple[Rule, ...] = (
         fix="Write TrainingArguments(remove_unused_columns=False).",
         severity=Severity.WARNING,
         source=("transformers TrainingArguments.remove_unused_columns",),
+    ),
+    Rule(
+        id="run.moved-apart",
+        summary="What speaks of places of a picture is moved with it.",
+        check=_moved,
+        at=(Moment.AUDIT,),
+        fix="Draw once and move both by it: give both to one call, or stack them before it and part them behind it.",
+        severity=Severity.WARNING,
+        source=("albumentations",),
     ),
     Rule(
         id="run.pixels-raw",

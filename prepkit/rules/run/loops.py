@@ -25,13 +25,10 @@ def _idle(facts: RunFacts) -> Iterator[Hit]:
 def _by_pass(facts: RunFacts) -> Iterator[Hit]:
     one = _turns(facts).by_pass
     if one is not None and one.often:
-        what = (
-            f"It is made for {one.ticks} ticks, and for {one.line} accelerate ticks it {one.often} times a step, once"
-        )
+        made = f"It is made for {one.ticks} ticks, and for {one.line} accelerate ticks it {one.often} times a step"
+        ends = f"one for each process: it is at its end after {one.ticks // one.often} steps."
         fix = f"Make it for {one.ticks * one.often} ticks, or prepare it with step_scheduler_with_optimizer=False."
-        yield Hit(
-            one.scheduler, f"{what} for each process: it is at its end after {one.ticks // one.often} steps.", fix
-        )
+        yield Hit(one.scheduler, f"{made}, {ends}", fix)
     elif one is not None and one.micros:
         what = f"It is made for {one.ticks} ticks, and for {one.line} accelerate ticks it once in {one.micros} batches:"
         fix = f"Make it for the steps of the optimizer: divide by gradient_accumulation_steps={one.micros}."
