@@ -45,9 +45,13 @@ class _Samples:
 def drawn_samples(given: Iterable[Tensor], frames: Iterable[FrameType]) -> int:
     """How many rows of a table a program has drawn for a batch, as ``model(x[places])``; 0: nobody knows.
 
-    Rows that follow each other may be places of one sequence.
+    Rows that follow each other may be places of one sequence, and what is given beside them, as the edges of a graph,
+    may say what they are to each other.
     """
-    batches = [one for one in given if one.dim() and len(one) >= FEW and one.numel() <= LARGE]
+    given = [*given]
+    if any(not one.dim() or len(one) != len(given[0]) or len(one) in one.shape[1:] for one in given):
+        return 0
+    batches = [one for one in given if len(one) >= FEW and one.numel() <= LARGE]
     for frame in islice(frames, 2):
         held = [*frame.f_locals.values()] if batches else []
         rows = [one for value in held if (one := _places(value)) is not None]

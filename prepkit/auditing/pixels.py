@@ -29,7 +29,7 @@ SAMPLE = 4096
 LEVELS = 16
 """Different values that a picture has at least."""
 CHANNELS = (1, 3)
-OF_PLACES = re.compile(r"mask|seg|label|target|annot|depth|heat|flow|ground|gt")
+OF_PLACES = re.compile(r"mask|seg|label|annot|depth|heat|\bgt\b|ground_?truth")
 """Of names of what says something of each place of a picture."""
 TOGETHER = re.compile(r"seed|state|generator|replay")
 """What a program writes that makes two draws one."""

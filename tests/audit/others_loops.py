@@ -338,6 +338,25 @@ def places_weighed_by_each_other(rank: int, world: int) -> None:
     drawn(Pools(1), torch.randn(40, 7, 4))
 
 
+class AlongEdges(nn.Module):
+    """Means over the nodes that edges lead from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.head(x + torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]))
+
+
+def nodes_with_neighbours_that_were_drawn(rank: int, world: int) -> None:
+    table, y, model = torch.randn(40, 4), torch.arange(40) % 3, AlongEdges()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        places = torch.randperm(40)[:12]
+        steps(optimizer, fn.cross_entropy(model(table[places], torch.randint(12, (2, 30))), y[places]))
+
+
 class Mixes(nn.Module):
     """A layer of a transformer over sequences, and one output for each."""
 
@@ -407,7 +426,7 @@ WRONG_OTHERS: tuple[Loop, ...] = (
 )
 RIGHT_OTHERS: tuple[Loop, ...] = (
     *map(Loop, (places_weighed_by_each_other, sequences_with_places_first, sequences_with_samples_first)),
-    Loop(views_behind_each_other),
+    *map(Loop, (views_behind_each_other, nodes_with_neighbours_that_were_drawn)),
     *map(Loop, (recurs_over_places, recurs_over_places_first, recurs_over_places_in_order)),
     *map(Loop, (says_something_of_each_place, images_as_large_as_a_batch, samples_with_neighbours)),
     *map(Loop, (weights_that_are_held, weights_held_later, weights_added_later, weights_that_rest)),
