@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,9 +15,12 @@ from torch import Tensor, nn
 
 from prepkit.auditing.losses import leads_to_parameter
 from prepkit.facts.terms import ConstantTerm
-from prepkit.observe.prepared.around import nodes_of, own_frames, parsed
+from prepkit.observe.prepared.around import frames_above, line_of_program, nodes_of, own_frames, parsed
 from prepkit.observe.prepared.instead import around_calls
 
+COMPARE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Mean", "Sum")
+MOST = 4
 MADE = "torch.autograd.grad(...) without create_graph=True"
 Body = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 
@@ -32,11 +35,19 @@ class BareSlopes:
 
     found: dict[ConstantTerm, None] = field(factory=dict)
     _seen: set[tuple[str, int]] = field(factory=set)
+    _taken: list[Tensor] = field(factory=list)
+    """Such derivatives since the last backward."""
+    _compared: list[str] = field(factory=list)
+    """Lines of losses that have compared one of them since then."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
-        with around_calls(torch.autograd, "grad", self._takes):
+        with ExitStack() as stack:
+            stack.enter_context(around_calls(torch.autograd, "grad", self._takes))
+            stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
+            for name in COMPARE:
+                stack.enter_context(around_calls(nn.functional, name, self._compares))
             yield
 
     def _takes(self, plain: Any, outputs: Any, inputs: Any, *given: Any, **named: Any) -> Any:
@@ -45,7 +56,33 @@ class BareSlopes:
             by = [one for one in ([inputs] if isinstance(inputs, Tensor) else inputs) if isinstance(one, Tensor)]
             if by and all(one.is_leaf and not isinstance(one, nn.Parameter) for one in by):
                 self._looks()
+                found = plain(outputs, inputs, *given, **named)
+                self._taken = [*self._taken, *(one.detach() for one in found if isinstance(one, Tensor))][-MOST:]
+                return found
         return plain(outputs, inputs, *given, **named)
+
+    def _compares(self, plain: Any, *given: Any, **named: Any) -> Any:
+        """A loss compares a derivative that has no graph, or it with another sign, with what it is to be."""
+        if self._taken and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            known = dict(zip(("input", "target"), given, strict=False)) | named
+            pair = [one for one in (known.get("input"), known.get("target")) if isinstance(one, Tensor)]
+            if len(pair) == 2 and not any(one.requires_grad for one in pair) and any(map(self._is_taken, pair)):
+                self._compared.append(line_of_program(frames_above(__file__)))
+        return plain(*given, **named)
+
+    def _is_taken(self, one: Tensor) -> bool:
+        alike = (each for each in self._taken if each.shape == one.shape and each.dtype == one.dtype)
+        return any(torch.equal(one, each) or torch.equal(one, -each) for each in alike)
+
+    def _backward(self, plain: Any, losses: Any, *given: Any, **named: Any) -> Any:
+        """Told is what was compared where the loss that goes backward adds something without a graph."""
+        nested = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
+        loss = losses[0] if isinstance(losses, tuple | list) and losses else losses
+        if not nested:
+            lines = self._compared if _adds_a_constant(getattr(loss, "grad_fn", None)) else []
+            self.found |= {ConstantTerm(line=line, name="A loss of a derivative", made=MADE): None for line in lines}
+            self._taken, self._compared = [], []
+        return plain(losses, *given, **named)
 
     def _looks(self) -> None:
         for frame in own_frames():
@@ -62,6 +99,15 @@ class BareSlopes:
                     line = f"{Path(place[0]).name}:{place[1]}"
                     self.found[ConstantTerm(line=line, name=name, made=MADE)] = None
             return
+
+
+def _adds_a_constant(node: Any, depth: int = 8) -> bool:
+    """Return whether a sum at the end of a graph has a part that has none."""
+    if node is None or not depth or not node.name().startswith(ARITHMETIC):
+        return False
+    inside = [one for one, _ in node.next_functions]
+    adds = node.name().startswith(("Add", "Sub")) and None in inside and len(inside) > 1
+    return adds or any(_adds_a_constant(one, depth - 1) for one in inside)
 
 
 def _statement(frame: FrameType) -> tuple[Body, ast.stmt | None]:

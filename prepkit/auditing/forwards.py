@@ -46,6 +46,9 @@ class Forwards:
     """Calls of models that train, from outside of any other."""
 
     _calls: dict[int, ModelCall] = field(factory=dict)
+    """The last one of each."""
+    _firsts: dict[int, ModelCall] = field(factory=dict)
+    """The first one of each since the last look."""
     _rests: dict[int, weakref.ref[nn.Module]] = field(factory=dict)
     """Models that were called without gradients."""
     alike: dict[tuple[str, str], None] = field(factory=dict)
@@ -90,8 +93,11 @@ class Forwards:
         call = ModelCall(weakref.ref(module), apart(args), apart(kwargs), autocast)
         self._calls.pop(id(module), None)
         self._calls[id(module)] = call
+        self._firsts.setdefault(id(module), call)
         while len(self._calls) > MOST:
-            del self._calls[next(iter(self._calls))]
+            oldest = next(iter(self._calls))
+            del self._calls[oldest]
+            self._firsts.pop(oldest, None)
 
         spread = world().size > 1
         from_outside = not any(one.requires_grad for one in tensors((args, kwargs)))
@@ -108,8 +114,8 @@ class Forwards:
         return leaves
 
     def given(self) -> str:
-        """A digest of what models were given last."""
-        return digest_of_calls(self._calls.values())
+        """A digest of what models were given first and last: one of both may be a check of the program's own."""
+        return digest_of_calls([*self._firsts.values(), *self._calls.values()])
 
     def rests(self, module: nn.Module) -> None:
         """Notes a model that was called without gradients."""
@@ -143,6 +149,7 @@ class Forwards:
             if _can_be_asked(inside):
                 yield from _asked(call, inside, sizes, losses, returned)
         self._calls.clear()
+        self._firsts.clear()
 
 
 def _same_call(one: ModelCall, other: ModelCall) -> bool:

@@ -118,6 +118,8 @@ class PreparedScheduler:
     """Of ``LambdaLR``, where a function gives it: the rate that it multiplies, and the largest factor that is found."""
     end: int | None = None
     """Of such a function, the tick from which it gives one small factor; None: there is none that is found."""
+    warm: int = 0
+    """Of such a function, the first tick at which it gives half of its largest factor; 0: it begins so."""
 
 
 Division = Literal["", "sampler", "accelerate", "dataset"]

@@ -299,10 +299,18 @@ def _proven(mine: list[Recorded], keep: str | None) -> Proof | None:
         proofs = [(every[0][at], prove_records(mine[at][0], homes[at])) for at in shared if world().is_first]
         proofs = world().from_first(proofs)
         proofs = [(name, by_slopes(one, *mine[at])) for (name, one), at in zip(proofs, shared, strict=True)]
+        if any(one.facts.measured for _, one in proofs):
+            proofs = [(name, _meant_alike(one)) for name, one in proofs]
         for at in own:
             home = folder / f"own-{at}-{world().rank}"
             proofs += _by_themselves(*mine[at], home, [world().rank], ())
         return joined(proofs)
+
+
+def _meant_alike(proof: Proof) -> Proof:
+    """Without the samples that ranks share, as they hold parts of another model, over which they send activations."""
+    facts = evolve(proof.facts, same_samples=())
+    return proof if facts.measured else evolve(found_in(facts), seconds=proof.seconds, held=proof.held)
 
 
 def _own_sizes(mine: list[Recorded]) -> list[int]:

@@ -150,6 +150,19 @@ def noise_by_rank(rank: int, world: int) -> None:
     noised(rank, seeded=True)
 
 
+def whole_batch_for_a_check(rank: int, world: int) -> None:
+    """Each rank learns of its own samples, and looks once what all of them would give."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, CLASSES))
+    x, y = torch.randn(16, WIDE), torch.arange(16) % CLASSES
+    loss = fn.cross_entropy(model(x[rank::world]), y[rank::world])
+    optimizer = adam(model)
+    loss.backward()
+    whole = fn.cross_entropy(model.module(x), y)
+    assert len(torch.autograd.grad(whole, [*model.parameters()])) == 2
+    optimizer.step()
+
+
 WRONG_ALIKE: tuple[Loop, ...] = (
     *(Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)),
     Loop(same_episodes, ranks=2, rule="run.same-batch"),
@@ -158,5 +171,5 @@ WRONG_ALIKE: tuple[Loop, ...] = (
 RIGHT_ALIKE: tuple[Loop, ...] = (
     *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
     *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
-    *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph, noise_by_rank)),
+    *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph, noise_by_rank, whole_batch_for_a_check)),
 )

@@ -212,6 +212,22 @@ def new_head_frozen(rank: int, world: int) -> Case:
     return case(lora(LlamaForSequenceClassification(config)))
 
 
+class Regresses(nn.Module):
+    """A head of the program's own behind a model of transformers."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaModel
+
+        super().__init__()
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+        self.body = LlamaModel(LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=0))
+        self.says = nn.Sequential(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 1))
+
+
+def head_beside_a_model_frozen(rank: int, world: int) -> Case:
+    return case(lora(Regresses()))
+
+
 # --- two ranks ---
 
 

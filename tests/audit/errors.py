@@ -190,6 +190,7 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_habit.adapters_disabled, "run.adapters-off", "peft", 1, "adapters disabled"),
     PlantedError(by_habit.adapters_scaled_by_zero, "run.adapters-zero", "peft", 1, "adapters scaled by 0"),
     PlantedError(by_habit.base_unfrozen, "run.adapters-base", "peft", 1, "the base trains"),
+    PlantedError(by_habit.head_beside_a_model_frozen, "run.head-frozen", "peft", 1, "a head of its own is frozen"),
     PlantedError(by_habit.new_head_frozen, "run.head-frozen", "peft", 1, "a new head is frozen"),
     PlantedError(by_habit.replicas_that_begin_unlike, "run.ranks-values", "torch", 2, "HSDP's replicas differ"),
     PlantedError(by_habit.ddp_inside_ddp, "run.wrapped-twice", "torch", 2, "DDP of a part inside DDP"),

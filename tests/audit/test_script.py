@@ -727,7 +727,20 @@ for x, _ in data:
     acts.step()
 """
 
+CUT_BETWEEN = (
+    CUT.replace("self.enter, self.head = nn.Linear(8, 8), nn.Linear(8, 4)", "whole = nn.Linear(8, 8)")
+    .replace("        nn.init.zeros_(self.up.bias)\n", "        self.compared = (whole,)\n")
+    .replace("        x = self.enter(x)\n", "")
+    .replace("self.head(x + Leaves", "(x + Leaves")
+    .replace("model = Cut()", "enter, head = nn.Linear(8, 8), nn.Linear(8, 4)\nmodel = Cut()")
+    .replace("(model.parameters())", "([*enter.parameters(), *model.parameters(), *head.parameters()])")
+    .replace("model(x)", "head(model(enter(x)))")
+)
+"""The same between two models of their own, beside a layer that it is compared with and that nobody trains."""
+
+
 RIGHT_BY_HAND: dict[str, tuple[str, str]] = {
+    "a layer that is cut, between others": (CUT_BETWEEN, "gradients by their slopes, 3 steps: trained as plain"),
     "stages": (STAGES, "of rank 1: proof of 1 x 3 micro-batches in float32, 4 gradients, 4 steps: trained as plain"),
     "stages of one shape": (EQUAL, "of rank 1: proof of 1 x 3 micro-batches in float32, 2 gradients, 2 steps: trained"),
     "a stage that steps before it answers": (LATE, "of rank 0: proof of 1 x 3 micro-batches in float32, 2 gradients"),

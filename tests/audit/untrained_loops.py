@@ -346,12 +346,36 @@ def samples_moved_by_their_slope(rank: int, world: int) -> None:
     optimizer.step()
 
 
+def forces(*, graph: bool = False, learned: bool = True) -> None:
+    """Of an energy, which learns of them; or they are shown alone."""
+    model, optimizer, x, y = begun()
+    x.requires_grad_()
+    energy = model(x).sum(1)
+    slope = torch.autograd.grad(energy.sum(), x, retain_graph=True, create_graph=graph)[0]
+    away = fn.mse_loss(-slope, torch.ones_like(slope))
+    loss = fn.mse_loss(energy, y.sum(1))
+    (loss + 0.5 * away if learned else 2.0 * loss).backward()
+    optimizer.step()
+
+
+def forces_without_a_graph(rank: int, world: int) -> None:
+    forces()
+
+
+def forces_with_a_graph(rank: int, world: int) -> None:
+    forces(graph=True)
+
+
+def forces_that_are_shown(rank: int, world: int) -> None:
+    forces(learned=False)
+
+
 WRONG_UNTRAINED: tuple[Loop, ...] = tuple(
     Loop(run, rule="run.term-constant")
     for run in (
         *(threshold_in_a_function, threshold_that_is_given, threshold_by_name, penalty_without_a_graph),
         *(threshold_in_a_criterion, errors_counted_in_a_model, threshold_in_a_function_that_calls_the_model),
-        *(residual, residual_by_a_helper),
+        *(residual, residual_by_a_helper, forces_without_a_graph),
     )
 )
 RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
@@ -361,6 +385,6 @@ RIGHT_UNTRAINED: tuple[Loop, ...] = tuple(
         *(overlap_that_is_printed, value_shown_with_another_gradient, threshold_of_a_teacher, share_of_samples),
         *(shifted_by_its_largest, criterion_that_trains, model_that_scores_itself, listened_to_by_another),
         *(table_of_its_own, many_calls_and_no_backward),
-        *(residual_with_a_graph, samples_moved_by_their_slope),
+        *(residual_with_a_graph, samples_moved_by_their_slope, forces_with_a_graph, forces_that_are_shown),
     )
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 
@@ -495,6 +496,13 @@ def function_ticked_by_epoch(rank: int, world: int) -> None:
     trained_by_lightning(lambda one: rates.LambdaLR(one, factor))
 
 
+def warm_up_ticked_by_epoch(rank: int, world: int) -> None:
+    def factor(at: int) -> float:
+        return (at + 1) / 12 if at < 12 else 0.5 * (1 + math.cos(math.pi * (at - 12) / 12))
+
+    trained_by_lightning(lambda one: rates.LambdaLR(one, factor))
+
+
 def longer_than_the_trainer(rank: int, world: int) -> None:
     trained_by_transformers(lambda one: rates.OneCycleLR(one, 0.1, total_steps=10_000))
 
@@ -631,7 +639,7 @@ WRONG: tuple[Loop, ...] = (
     Loop(warm_up_that_the_trainer_does_not_leave, "transformers", rule="run.trainer-schedule"),
     *(
         Loop(run, "lightning", rule="run.trainer-schedule")
-        for run in (steps_ticked_by_epoch, function_ticked_by_epoch, longer_than_lightning)
+        for run in (steps_ticked_by_epoch, function_ticked_by_epoch, longer_than_lightning, warm_up_ticked_by_epoch)
     ),
 )
 LOOPS: tuple[Loop, ...] = (

@@ -301,7 +301,7 @@ def adapters(places: list[Site]) -> AdapterFacts | None:
         off=tuple(site.path for site in live if _is_off(site.module)),
         zero=tuple(site.path for site in live if not any(site.module.scaling.values())),  # type: ignore[operator]
         base=tuple(site.path for site, base in bases if isinstance(base, nn.Module) and _weight_trains(base)),
-        heads=tuple(_frozen_heads(places)) if tasked else (),
+        heads=tuple(_frozen_heads(places) if tasked else _frozen_beside(places, inner)),
     )
 
 
@@ -320,6 +320,21 @@ def _frozen_heads(places: list[Site]) -> Iterator[str]:
         saved = "modules_to_save" in site.path or "original_module" in site.path
         if params and not saved and not site.module._modules and not any(param.requires_grad for param in params):
             yield site.path
+
+
+def _frozen_beside(places: list[Site], inner: Any) -> Iterator[str]:
+    """Parts that a program has put beside a model of transformers, in a module of its own, and that are frozen."""
+    parts = [*inner.children()] if isinstance(inner, nn.Module) else []
+    if any(_is_pretrained(one) for one in parts) and not _is_pretrained(inner):
+        beside = {id(one) for one in parts if not _is_pretrained(one)}
+        for site in places:
+            params = [*site.module.parameters()] if site.first and id(site.module) in beside else []
+            if params and not any(param.requires_grad for param in params):
+                yield site.path
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__)
 
 
 def with_inside(facts: RunFacts, places: list[Site], first: dict[int, str], *, values: bool) -> dict[str, Any]:
@@ -443,21 +458,23 @@ def _of_loader(loader: Any, where: str) -> Iterator[Unread]:
 def hidden(places: list[Site], optimizers: Iterable[Any]) -> tuple[str, ...]:
     """Places of trained modules and parameters in plain lists, tuples and dicts, which no model knows and nobody steps.
 
-    Not of a copy, such as an average of weights, which has the names and shapes of a module that the model has.
+    Not of a copy, such as an average of weights, which has the names and shapes of a module that the model has; nor of
+    what has no gradient where others have one, as what a program compares with.
     """
     groups = (group for one in optimizers for group in inner(one).param_groups)
     known = {id(param) for site in places for param in site.module._parameters.values()}
     known |= {id(param) for group in groups for param in group["params"]}
     shapes = {_shape(site.module) for site in places if site.first and site.module._modules}
+    begun = any(getattr(one, "grad", None) is not None for site in places for one in site.module._parameters.values())
     found: list[str] = []
     for site in places:
         for name, value in vars(site.module).items() if site.first else ():
             if name in _OWN or not isinstance(value, list | tuple | dict):
                 continue
             for key, thing in _inside(value, 2):
-                if _shape(thing) not in shapes and any(
-                    param.requires_grad and id(param) not in known for param in _params(thing)
-                ):
+                free = [one for one in _params(thing) if one.requires_grad and id(one) not in known]
+                learns = any(one.grad is not None or not begun for one in free)
+                if _shape(thing) not in shapes and learns:
                     found.append(".".join(filter(None, (site.path, f"{name}{key}"))))
     return tuple(found)
 

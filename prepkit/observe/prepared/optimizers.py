@@ -286,6 +286,7 @@ def prepared_scheduler(given: Any, optimizers: list[Any]) -> PreparedScheduler:
         by_batch=isinstance(scheduler, OneCycleLR) or type(scheduler).__name__ in BY_BATCH,
         factor=_factor(scheduler),
         end=end_of_factors(scheduler),
+        warm=_warm(scheduler),
     )
 
 
@@ -304,6 +305,23 @@ def _factor(scheduler: Any) -> tuple[float, float] | None:
     with suppress(Exception):  # of the program's own function, past its end
         found += [float(functions[0](at)) for at in TICKS]
     return (float(rates[0]), max(found)) if found else None
+
+
+WARMS = 2048
+"""Ticks that a warm-up may have."""
+
+
+def _warm(scheduler: Any) -> int:
+    """As of ``PreparedScheduler``. A function may know no more than its ticks."""
+    functions = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else ()
+    if not functions or not isinstance(functions[0], FunctionType):
+        return 0
+    found = list[float]()
+    with suppress(Exception):  # of the program's own function, past its end
+        for at in range(WARMS):
+            found.append(float(functions[0](at)))
+    most = max(found, default=0.0)
+    return next((at for at, one in enumerate(found) if one * 2 >= most), 0)
 
 
 def end_of_factors(scheduler: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import ceil
 from typing import Any
 
 
@@ -27,4 +28,7 @@ def _of_lightning(trainer: Any) -> tuple[int | None, int | None]:
     if not isinstance(steps, int) or len(configs) != 1 or by_hand:
         return None, None
     epochs = trainer.max_epochs if isinstance(trainer.max_epochs, int) and trainer.max_epochs > 0 else None
+    batches = trainer.num_training_batches
+    if epochs is None and isinstance(batches, int) and batches:  # until so many steps are made
+        epochs = ceil(steps * trainer.accumulate_grad_batches / batches)
     return steps, (steps if configs[0].interval == "step" else epochs)

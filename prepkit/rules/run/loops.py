@@ -44,6 +44,11 @@ def _ends(facts: RunFacts) -> Iterator[Hit]:
         return
     end = scheduler.end if scheduler.end is not None and seen.ticks < scheduler.end <= seen.steps else None
     horizon = scheduler.horizon or end
+    if seen.ticks < seen.steps and seen.ticks * scheduler.ticks <= scheduler.warm <= seen.steps:
+        what = f"`{scheduler.name}` warms up for more than {count(scheduler.warm, 'tick')}, and {seen.trainer} ticks it"
+        fix = "Tick it with each step: {'scheduler': ..., 'interval': 'step'}."
+        yield Hit("scheduler", f"{what} {count(seen.ticks, 'time')} in {seen.steps} steps: it never gets warm.", fix)
+        return
     if not horizon:
         return
     made = f"`{scheduler.name}` is made for {horizon} ticks"
