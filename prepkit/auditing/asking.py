@@ -23,6 +23,7 @@ from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.fabric import module_of
 from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.modules import drops
 from prepkit.observe.prepared.reading import digest_of, generators_kept
 
 SENDS = frozenset(
@@ -59,11 +60,18 @@ class ModelCall:
     drawn: int = 0
     """Samples that the program itself has drawn for it; 0: nobody knows."""
     rows: Tensor | None = None
-    """Which rows of its first output a loss has asked for; None: none has gone backward, or nobody listens."""
+    """Which rows of its first output a loss has asked for, or what of them; None: none has gone backward, or nobody
+    listens."""
 
     def asks_for(self, gradient: Tensor) -> None:
-        """Hears of the gradient that comes to its first output."""
-        self.rows = (local(gradient) != 0).any(-1) if gradient.dim() and gradient.layout is torch.strided else None
+        """Hears of the gradient that comes to its first output: of where there is one, or of which sign it is.
+
+        What is said of the same samples differs over ranks where something drops.
+        """
+        module = self.module()
+        if gradient.dim() and gradient.layout is torch.strided and module is not None:
+            part = local(gradient)
+            self.rows = (part != 0).any(-1) if drops(module) else part.sign()
 
     @property
     def given(self) -> dict[str, Tensor]:

@@ -167,21 +167,22 @@ def _kind_apart(records: tuple[Record, ...], kind: str, name: str) -> str:
 def same_samples(records: tuple[Record, ...]) -> tuple[tuple[int, ...], ...]:
     """Ranks that have read what others have, though each computes with all of the model; those that did, together.
 
-    Not those whose losses ask for other rows of what it says, as of one graph.
+    Not those whose losses ask for other rows of what it says, as of one graph, or for something else of it.
     """
     by: dict[tuple[str, ...], list[int]] = {}
+    said = {digest_of([one for key, one in record.tensors.items() if key.startswith("seen/")]) for record in records}
     if not any(record.head.cut or record.head.disturbed.lends for record in records):
         for record in records:
-            key = (*read(record), _rows_asked(record)) if record.head.calls else ()
+            key = (*read(record), _asked_for(record, signs=len(said) == 1)) if record.head.calls else ()
             by.setdefault(key, []).append(record.head.rank)
     return tuple(tuple(ranks) for what, ranks in by.items() if what and len(ranks) > 1)
 
 
-def _rows_asked(record: Record) -> str:
-    """A digest of which rows of each call's outputs have got gradients."""
+def _asked_for(record: Record, *, signs: bool) -> str:
+    """A digest of which rows of each call's outputs have got gradients; or of which sign, where ranks say the same."""
     keys = (f"output/{at}/{place}" for at, call in enumerate(record.head.calls) for place in call.outputs)
     arrived = [one for key in keys if (one := record.tensors.get(key)) is not None and one.dim()]
-    return digest_of([(one != 0).any(-1) for one in arrived])
+    return digest_of([one.sign() if signs else (one != 0).any(-1) for one in arrived])
 
 
 def same_draws(records: Iterable[Record]) -> Iterator[tuple[int, int, int]]:
