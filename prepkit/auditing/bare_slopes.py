@@ -63,7 +63,8 @@ class BareSlopes:
 
     def _compares(self, plain: Any, *given: Any, **named: Any) -> Any:
         """A loss compares a derivative that has no graph, or it with another sign, with what it is to be."""
-        if self._taken and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        plainly = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
+        if self._taken and torch.is_grad_enabled() and plainly:
             known = dict(zip(("input", "target"), given, strict=False)) | named
             pair = [one for one in (known.get("input"), known.get("target")) if isinstance(one, Tensor)]
             if len(pair) == 2 and not any(one.requires_grad for one in pair) and any(map(self._is_taken, pair)):
@@ -71,7 +72,8 @@ class BareSlopes:
         return plain(*given, **named)
 
     def _is_taken(self, one: Tensor) -> bool:
-        alike = (each for each in self._taken if each.shape == one.shape and each.dtype == one.dtype)
+        kind = (one.shape, one.dtype, one.device)
+        alike = (each for each in self._taken if (each.shape, each.dtype, each.device) == kind)
         return any(torch.equal(one, each) or torch.equal(one, -each) for each in alike)
 
     def _backward(self, plain: Any, losses: Any, *given: Any, **named: Any) -> Any:

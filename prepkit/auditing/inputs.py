@@ -219,6 +219,7 @@ class InputCalls:
 
     def _beside_data(self, inputs: list[Tensor]) -> str:
         """The line of a draw for each sample of something that was not drawn so, and which is no input itself."""
+        inputs = [one for one in inputs if _is_plain(one)] if self._own else []
         drawn = {id(one): draw for one in inputs for draw in self._own if draw.shape == one.shape and _holds(one, draw)}
         sizes = {len(one) for one in inputs if id(one) not in drawn}
         used = [*drawn.values()]

@@ -48,20 +48,24 @@ def drawn_samples(given: Iterable[Tensor], frames: Iterable[FrameType]) -> int:
     Rows that follow each other may be places of one sequence, and what is given beside them, as the edges of a graph,
     may say what they are to each other.
     """
-    given = [*given]
+    given = [] if torch._C._functorch.maybe_current_level() is not None else [*given]
     if any(not one.dim() or len(one) != len(given[0]) or len(one) in one.shape[1:] for one in given):
         return 0
-    batches = [one for one in given if len(one) >= FEW and one.numel() <= LARGE]
+    batches = [one for one in given if _is_read(one) and len(one) >= FEW and one.numel() <= LARGE]
     for frame in islice(frames, 2):
         held = [*frame.f_locals.values()] if batches else []
         rows = [one for value in held if (one := _places(value)) is not None]
-        tables = [one for one in tensors(held) if one.dim()] if rows else []
+        tables = [one for one in tensors(held) if one.dim() and _is_read(one)] if rows else []
         for one, table, places in product(batches, tables, rows):
             fits = table.shape[1:] == one.shape[1:] and (table.dtype, table.device) == (one.dtype, one.device)
             inside = fits and len(places) == len(one) < len(table) > int(places.max()) and int(places.min()) >= 0
             if inside and torch.equal(table[places.to(table.device)], one):
                 return len(one)
     return 0
+
+
+def _is_read(one: Tensor) -> bool:
+    return type(one) is Tensor and not one.is_meta and one.layout is torch.strided
 
 
 def _places(value: Any) -> Tensor | None:
