@@ -19,8 +19,11 @@ from prepkit.observe.prepared.around import frames_above, line_of_program, nodes
 from prepkit.observe.prepared.instead import around_calls
 
 COMPARE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+"""Losses of numbers, as derivatives are."""
 ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Mean", "Sum")
+"""Nodes that put a loss together of its terms."""
 MOST = 4
+"""Derivatives that are remembered."""
 MADE = "torch.autograd.grad(...) without create_graph=True"
 Body = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
 

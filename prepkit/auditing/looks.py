@@ -51,6 +51,8 @@ LATER = (
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
+LINE = re.compile(r"[^:]+\.py:\d+")
+"""Where a finding stands that names a line of the program."""
 OF_GRADIENTS = frozenset(rule.id for rule in due(Moment.AUDIT) if Need.GRADIENTS in rule.needs)
 
 
@@ -143,11 +145,8 @@ class ScriptLooks:
         self._behind[f"{what} ({alike + 1})" if alike else what] = watch
 
         def adds(findings: tuple[Finding, ...]) -> None:
-            self._adds(
-                tuple(map(partial(_of_root, root), findings)),
-                f"In step {watch.steps} of {trainer}",
-                None if live is None else live.scheduler,
-            )
+            named = tuple(map(partial(_of_root, root), findings))
+            self._adds(named, f"In step {watch.steps} of {trainer}", None if live is None else live.scheduler)
 
         def counts(*_: Any) -> None:
             if watch.steps >= self.steps:
@@ -210,9 +209,6 @@ class ScriptLooks:
 def _of_root(root: str, found: Finding) -> Finding:
     """A finding that says of which model it is, where it does not name a line of the program."""
     return found if LINE.fullmatch(found.where) else evolve(found, where=f"{root}: {found.where}")
-
-
-LINE = re.compile(r"[^:]+\.py:\d+")
 
 
 def heard_behind(told: dict[str, Any]) -> tuple[Finding, ...]:

@@ -326,6 +326,7 @@ def views_apart(asking: Asking, losses: list[LossCompared]) -> int:
 
 
 MOST_VIEWS = 1024
+"""Samples that are held against each other."""
 MANY = 0.6
 """Share of samples whose nearest one is a view of them: in a row of samples that change slowly it is half."""
 

@@ -133,7 +133,9 @@ def _transforms(read: ast.FunctionDef) -> dict[str, list[ast.expr]]:
 
 def _apart(data: Any, name: str) -> Any:
     """A transform of a data set that can be called with nothing left of it; None: it cannot."""
-    draws = any(hasattr(one, "get_state") or hasattr(one, "getstate") for one in vars(data).values())
+    draws = any(
+        hasattr(one, name) for one in vars(data).values() for name in ("get_state", "getstate", "bit_generator")
+    )
     if name in vars(data):
         try:
             return copy.deepcopy(vars(data)[name])

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -299,12 +299,12 @@ def _not_called() -> Iterator[tuple[str, str]]:
 def _none_given() -> Iterator[tuple[str, str, str]]:
     """Yield lines that give on what changes a list, a set or a table, which is None, and who takes it."""
     for file in dict.fromkeys(one.f_code.co_filename for one in own_frames()):
-        yield from _nones_of(file)
+        yield from _nones_of(parsed(file), Path(file).name)
 
 
-@cache
-def _nones_of(file: str) -> tuple[tuple[str, str, str], ...]:
-    tree, found = parsed(file), []
+@lru_cache(maxsize=16)  # it is asked before each step
+def _nones_of(tree: ast.AST, file: str) -> tuple[tuple[str, str, str], ...]:
+    found = []
     kinds = {ast.unparse(one.targets[0]): _collection(one.value) for one in nodes_of(tree, ast.Assign)}
     stored = Counter(ast.unparse(target) for one in nodes_of(tree, ast.Assign) for target in one.targets)
     for one in nodes_of(tree, ast.Call, ast.Assign):
@@ -314,7 +314,7 @@ def _nones_of(file: str) -> tuple[tuple[str, str, str], ...]:
                     said = ast.unparse(held)
                     kind = _collection(held) or (kinds.get(said) if stored[said] == 1 else None)
                     if kind is not None and name in CHANGES[kind]:
-                        found.append((f"{Path(file).name}:{value.lineno}", taker, ast.unparse(value)))
+                        found.append((f"{file}:{value.lineno}", taker, ast.unparse(value)))
     return tuple(found)
 
 

@@ -51,10 +51,7 @@ def skips_for_good(rank: int, world: int) -> None:
     for epoch in range(2, 6):
         if epoch == 2:
             loader = ours.skip_first_batches(loader, 2)
-        for x, y in loader:
-            optimizer.zero_grad()
-            ours.backward(fn.cross_entropy(model(x), y))
-            optimizer.step()
+        passes_over(ours, model, optimizer, loader)
 
 
 def skips_and_goes_back(rank: int, world: int) -> None:
@@ -64,10 +61,7 @@ def skips_and_goes_back(rank: int, world: int) -> None:
         loader = whole
         if epoch == 2:
             loader = ours.skip_first_batches(loader, 2)
-        for x, y in loader:
-            optimizer.zero_grad()
-            ours.backward(fn.cross_entropy(model(x), y))
-            optimizer.step()
+        passes_over(ours, model, optimizer, loader)
 
 
 def skips_in_the_first_pass(rank: int, world: int) -> None:
