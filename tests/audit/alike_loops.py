@@ -165,6 +165,14 @@ def whole_batch_for_a_check(rank: int, world: int) -> None:
     optimizer.step()
 
 
+def other_actions_on_the_same_states(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, CLASSES))
+    states = torch.randn(16, WIDE)
+    actions = torch.randint(CLASSES, (16,), generator=torch.Generator().manual_seed(5 + rank))
+    taken(model, adam(model), fn.cross_entropy(model(states), actions))
+
+
 WRONG_ALIKE: tuple[Loop, ...] = (
     *(Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)),
     Loop(same_episodes, ranks=2, rule="run.same-batch"),
@@ -174,4 +182,5 @@ RIGHT_ALIKE: tuple[Loop, ...] = (
     *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
     *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
     *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph, noise_by_rank, whole_batch_for_a_check)),
+    Loop(other_actions_on_the_same_states, ranks=2),
 )
