@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from prepkit.auditing.resumes import Resumes
 from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
 from prepkit.objects.alive import alive, alive_of
 from prepkit.objects.local_part import local
@@ -211,6 +212,7 @@ class Phases:
     """Listens inside ``on()``."""
 
     weights: PhaseWeights = field(factory=PhaseWeights)
+    resumes: Resumes = field(factory=Resumes)
     _steps: int = 0
     """Of all optimizers."""
     _courses: weakref.WeakKeyDictionary[Any, _Course] = field(factory=weakref.WeakKeyDictionary)
@@ -237,14 +239,21 @@ class Phases:
                 for kind in TICKED:
                     stack.enter_context(around_calls(kind, "step", self._ticked))
                 stack.enter_context(around_calls(torch.optim.Optimizer, "__init__", self._made))
+                stack.enter_context(self.resumes.on())
                 yield
         finally:
             handle.remove()
+
+    def enters(self, module: nn.Module, *_: Any) -> None:
+        """A module is called from outside of any other."""
+        self.weights.enters(module)
+        self.resumes.enters(module)
 
     def told(self) -> dict[str, Any]:
         """What was heard so far, as a field of ``WindowFacts``."""
         left: dict[str, Any] = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
         left["loose"] = tuple(loose_parameters(self._earlier)) if self._steps == 1 else ()
+        left |= {"moments": tuple(self.resumes.moments), "samples": tuple(self.resumes.samples)}
         return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over(), **left)}
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:

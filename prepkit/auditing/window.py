@@ -145,7 +145,7 @@ class Window:
         with ExitStack() as stack:
             self.folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="prepkit-audit-"))
             stack.enter_context(scripts_read_plain())
-            others = (self.copies.enters, self.phases.weights.enters, self.terms.given_back.enters)
+            others = (self.copies.enters, self.phases.enters, self.terms.given_back.enters)
             for enters in (self._enters, self.lessons.enters, *others):
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)

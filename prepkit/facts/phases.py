@@ -33,6 +33,38 @@ class LeftBehind:
 
 
 @frozen(kw_only=True)
+class OtherMoments:
+    """State that an optimizer was given to go on with, and that is not what stood here beside the same weights."""
+
+    optimizer: str
+    """Its class."""
+    line: str
+    """That has loaded it."""
+    step: int
+    """Behind which these weights stood, of all optimizers'."""
+    weights: int
+    """Of those that were looked at, of which it has another state."""
+    key: str
+    """What it has otherwise, of the first of them."""
+
+
+@frozen(kw_only=True)
+class OtherSamples:
+    """A pass that goes on within one that was left, and not where that was left."""
+
+    line: str
+    """That has loaded what is gone on with."""
+    step: int
+    """Behind which it was left, of all optimizers'."""
+    trained: int
+    """Its batches until then."""
+    passed: int
+    """Batches that are passed over; 0: it begins with samples that were trained on."""
+    others: bool
+    """Whether these are others, and not too few or too many."""
+
+
+@frozen(kw_only=True)
 class PhaseFacts:
     """What several phases of one program do to each other."""
 
@@ -45,3 +77,5 @@ class PhaseFacts:
     """Modules whose trained weights get gradients no more since a frozen one beside them was written."""
     loose: tuple[str, ...] = ()
     """Parameters that get gradients, stand in no module, and that no optimizer holds: names with their holders."""
+    moments: tuple[OtherMoments, ...] = ()
+    samples: tuple[OtherSamples, ...] = ()

@@ -17,7 +17,7 @@ from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
 from prepkit.facts.loops import ByPass, TurnFacts
-from prepkit.facts.phases import LeftBehind, PhaseFacts
+from prepkit.facts.phases import LeftBehind, OtherMoments, OtherSamples, PhaseFacts
 from prepkit.facts.run import (
     AdapterFacts,
     AppliedFacts,
@@ -147,6 +147,8 @@ def handed(**found: Any) -> RunFacts:
     return evolve(FINE, window=WindowFacts(inputs=InputFacts(**found)))
 
 
+OTHER_MOMENTS = OtherMoments(optimizer="Adam", line="train.py:31", step=9, weights=4, key="exp_avg")
+OTHER_SAMPLES = OtherSamples(line="train.py:31", step=9, trained=3, passed=3, others=True)
 LEFT = LeftBehind(model="Net", name="body.0", count=3, line="train.py:31")
 SCRAMBLED = Permuted(line="train.py:9", function="view", before=(2, 8, 6, 5), after=(2, 5, 48), order=(0, 3, 1, 2))
 BROKEN: dict[str, RunFacts] = {
@@ -437,6 +439,8 @@ BROKEN: dict[str, RunFacts] = {
     ),
     "run.unfrozen-unheld": evolve(FINE, window=WindowFacts(phases=PhaseFacts(unheld=(LEFT,)))),
     "run.merged-trained": evolve(FINE, window=WindowFacts(phases=PhaseFacts(merged=(LEFT,)))),
+    "run.resumed-state": evolve(FINE, window=WindowFacts(phases=PhaseFacts(moments=(OTHER_MOMENTS,)))),
+    "run.resumed-samples": evolve(FINE, window=WindowFacts(phases=PhaseFacts(samples=(OTHER_SAMPLES,)))),
     "run.average-buffers": evolve(
         FINE,
         window=WindowFacts(averages=AverageFacts(still=(StandsStill(line="train.py:9", model="Net", norms=3),))),

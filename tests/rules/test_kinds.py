@@ -58,7 +58,8 @@ WARNINGS = _ids(
         "none-given moved-apart views-apart schedule-idle ticked-by-pass slope-zero decays-nothing backward-other "
         "loss-divided clipped-late clipped-between gathered-apart unwaited loss-kept pairs-misplaced "
         "skip-kept new-tokens-frozen judged-alike average-itself "
-        "term-overwritten average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained",
+        "term-overwritten average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained "
+        "resumed-state resumed-samples",
     }
 )
 """What is said, and refuses nothing."""

@@ -182,8 +182,8 @@ def counts() -> tuple[Count, ...]:
     texts = golden()
     members = [name for name in dir(Prepared) if not name.startswith("_")]
     return (
-        Count(what="files of the package", now=len(lines), before=526, ceiling=509),
-        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=102_400),
+        Count(what="files of the package", now=len(lines), before=526, ceiling=511),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=102_700),
         Count(what="functions", now=functions, before=3_650),
         Count(what="lines of the longest file", now=max(lines), before=513),
         Count(

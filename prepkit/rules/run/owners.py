@@ -134,20 +134,6 @@ def _accumulate(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", what, f"Write gradient_accumulation_steps: {other} in DeepSpeed's JSON as well.")
 
 
-def _unheld(facts: RunFacts) -> Iterator[Hit]:
-    for one in facts.window.phases.unheld if facts.window is not None else ():
-        rest = f" and {count(one.count - 1, 'more weight')}" if one.count > 1 else ""
-        what = f"`{one.name}`{rest} of {one.model}, frozen at first, get gradients by now, and no optimizer"
-        yield Hit(one.line, f"{what} that steps holds them: they stay as they are.")
-
-
-def _merged(facts: RunFacts) -> Iterator[Hit]:
-    for one in facts.window.phases.merged if facts.window is not None else ():
-        rest = f" and {count(one.count - 1, 'more module')}" if one.count > 1 else ""
-        what = f"What trains of `{one.name}`{rest} of {one.model} gets no gradient any more, since a frozen weight"
-        yield Hit(one.line, f"{what} beside it was written: an adapter that is merged does not train.")
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.scheduler-elsewhere",
@@ -158,24 +144,6 @@ RULES: tuple[Rule, ...] = (
         fix="Make the scheduler from the optimizer that is stepped, and prepare both in one call.",
         source=("pain 15",),
         milder="for one that was right at first, and whose optimizer another has replaced since",
-    ),
-    Rule(
-        id="run.unfrozen-unheld",
-        summary="Weights that are unfrozen are given to an optimizer.",
-        check=_unheld,
-        at=(Moment.AUDIT,),
-        fix='Write optimizer.add_param_group({"params": [...]}) where they are unfrozen, or make the optimizer anew.',
-        severity=Severity.WARNING,
-        source=("torch Optimizer.add_param_group",),
-    ),
-    Rule(
-        id="run.merged-trained",
-        summary="Adapters that train are merged into no weight.",
-        check=_merged,
-        at=(Moment.AUDIT,),
-        fix="Call model.unmerge_adapter() behind the evaluation, before the next batch to train on.",
-        severity=Severity.WARNING,
-        source=("peft merge_adapter",),
     ),
     Rule(
         id="run.rate-squared",
