@@ -205,6 +205,8 @@ class RankFacts:
     """Digest of the scheduler's class, horizon and position."""
     state: str = ""
     """Digest of the optimizers' state of parameters that every rank steps alike."""
+    keeps: frozenset[str] = frozenset()
+    """Those of which it has a state that is not all zeros, where not all of them are such."""
     held: str = ""
     """Digest of the names of parameters that its optimizers hold."""
     awaits: tuple[str, ...] = ()

@@ -437,6 +437,14 @@ def held_alike(optimizer: Any, names: dict[int, str]) -> list[tuple[str, list[tu
     ]
 
 
+def kept_of(optimizer: Any, names: dict[int, str]) -> Iterator[str]:
+    """Yield those of the named parameters for which it keeps a tensor that is not all zeros."""
+    for param, kept in _states(optimizer):
+        tensors = (one for one in kept.values() if isinstance(one, Tensor) and one.numel() > 1 and not one.is_meta)
+        if id(param) in names and any(bool(local(one).any()) for one in tensors):
+            yield names[id(param)]
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, DTensor) or (isinstance(value, Tensor) and type(value) is not Tensor):
         return "a part"

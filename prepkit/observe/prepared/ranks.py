@@ -21,7 +21,7 @@ from prepkit.observe.fingerprints.parts import Part, as_computed
 from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared.gradients import Gradient, judged_alike, told
 from prepkit.observe.prepared.modules import generator
-from prepkit.observe.prepared.optimizers import held_alike, inner, options, unlike
+from prepkit.observe.prepared.optimizers import held_alike, inner, kept_of, options, unlike
 from prepkit.ranks.world import ranks_of, world
 
 
@@ -85,6 +85,7 @@ def _shards(facts: RunFacts, places: list[Site], whole: dict[str, int]) -> Itera
 
 def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: dict[str, int]) -> RankFacts:
     names = tuple(param.name for param in facts.model.params)
+    state, keeps = _state(facts, places, optimizers)
     return RankFacts(
         rank=world().rank,
         names=_digest(names),
@@ -99,18 +100,23 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         reads=tuple((one.indices, one.samples) for one in facts.loaders),
         modes=_digest(tuple(site.module.training for site in places)),
         scheduler=_digest(facts.scheduler),
-        state=_digest(_state(facts, places, optimizers)),
+        state=_digest(state),
+        keeps=keeps,
         held=_digest(tuple(one.held for one in facts.optimizers)),
     )
 
 
-def _state(facts: RunFacts, places: list[Site], optimizers: list[Any]) -> list[Any]:
-    """Of what every rank steps alike: parameters under DDP, or under nothing, by optimizers that divide no state."""
+def _state(facts: RunFacts, places: list[Site], optimizers: list[Any]) -> tuple[list[Any], frozenset[str]]:
+    """Of what every rank steps alike; and of which of it there is more than zeros, where that is not of all.
+
+    Of parameters under DDP, or under nothing, by optimizers that divide no state.
+    """
     whole = {param.name for param in facts.params if set(param.averaged_by) <= {"ddp"}}
     params = {path: param for path, param in parameters_at(places) if path in whole}
     names = {id(param): path for path, param in params.items()}
-    kept = [inner(one) for one in optimizers]
-    return [held_alike(one, names) for one in kept if type(one).__name__ != "ZeroRedundancyOptimizer"]
+    alike = [one for one in map(inner, optimizers) if type(one).__name__ != "ZeroRedundancyOptimizer"]
+    kept = frozenset(name for one in alike for name in kept_of(one, names))
+    return [held_alike(one, names) for one in alike], kept if len(kept) < len(names) else frozenset()
 
 
 def resting_apart(called: Sequence[nn.Module]) -> tuple[str, ...]:

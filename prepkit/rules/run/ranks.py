@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from prepkit.facts.run import RankFacts, RunFacts
@@ -113,7 +114,9 @@ def _modes(facts: RunFacts) -> Iterator[Hit]:
 
 
 def _state(facts: RunFacts) -> Iterator[Hit]:
-    if not _pipeline(facts) and (odd := _odd(facts.ranks, lambda rank: rank.state)):
+    own = Counter(name for rank in facts.ranks for name in rank.keeps)
+    divided = sum(bool(rank.keeps) for rank in facts.ranks) > 1 and own.most_common(1)[0][1] == 1  # as of a Muon
+    if not _pipeline(facts) and not divided and (odd := _odd(facts.ranks, lambda rank: rank.state)):
         what = f"The state of parameters that all ranks step alike, its count of steps too, on {odd} is not rank 0's."
         yield Hit("optimizer", what)
 
