@@ -23,7 +23,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset, get_worker_info
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -326,6 +326,8 @@ class _Setting:
     holder: weakref.ref[Any]
     name: str
     value: tuple[Any, ...]
+    replaces: bool
+    """Whether something else stood there before."""
     line: str
     used: bool = False
     """Whether a sample was read with it."""
@@ -353,15 +355,16 @@ class SharedSettings:
             yield
 
     def _sets(self, _: Any, data: Dataset[Any], name: str, value: Any) -> None:
+        before = vars(data).get(name)
         super(Dataset, data).__setattr__(name, value)  # of another base, where it has several
         if self._looked < MOST_SET and not torch.compiler.is_compiling() and get_worker_info() is None:
             frame = next(frames_above(__file__))
             if not is_of_library(frame) and not _is_of(frame, data):
                 self._looked += 1
                 with suppress(TypeError):  # of what takes no weak reference
-                    self._hears(frame, data, name, value)
+                    self._hears(frame, data, name, value, before)
 
-    def _hears(self, frame: FrameType, data: Any, name: str, value: Any) -> None:
+    def _hears(self, frame: FrameType, data: Any, name: str, value: Any, before: Any) -> None:
         holder, told, line = _holder(frame, data, name), _words(value), line_of_program([frame])
         mine = [one for one in self._settings if one.data() is data and one.name == name]
         for one in mine:
@@ -370,8 +373,9 @@ class SharedSettings:
             else:
                 one.lost = "" if one.value == told else one.lost or line
         if holder is not None and told is not None:
-            both = weakref.ref(data), weakref.ref(holder)
-            self._settings.append(_Setting(data=both[0], holder=both[1], name=name, value=told, line=line))
+            both, other = (weakref.ref(data), weakref.ref(holder)), before is not None and _words(before) != told
+            setting = _Setting(data=both[0], holder=both[1], name=name, value=told, replaces=other, line=line)
+            self._settings.append(setting)
             self._listens(type(data))
 
     def _listens(self, kind: type) -> None:
@@ -391,9 +395,11 @@ class SharedSettings:
     def _begins(self, plain: Any, reading: Any, loader: Any, *given: Any, **named: Any) -> None:
         """A pass over a loader begins."""
         inside = set(map(id, _inside(loader))) if self._settings else ()
+        shuffles = not isinstance(getattr(loader, "sampler", None), SequentialSampler)
         for one in self._settings:
-            if one.lost and not one.used and id(one.holder()) in inside:
-                kind = type(one.data()).__name__
+            mine, kind = id(one.holder()) in inside, type(one.data()).__name__
+            through = one.replaces and shuffles and not mine and id(one.data()) in inside
+            if (one.lost and not one.used and mine) or (through and not one.lost):
                 self.lost[LostSetting(line=one.line, name=one.name, kind=kind, other=one.lost)] = None
         if loader.num_workers:
             self._uses(inside)

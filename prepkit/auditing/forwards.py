@@ -367,15 +367,28 @@ def _lengths(asking: Asking, tokens: Tensor) -> Tensor | None:
     lengths = tokens.shape[1] - torch.where(tokens[:, -1] == pad, runs, torch.zeros_like(runs))
     known = {getattr(one, "padding_idx", None) for one in asking.module.modules()}
     known.add(getattr(getattr(asking.module, "config", None), "pad_token_id", None))
-    places = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    masks = [one.bool() for one in asking.call.given.values() if one.shape == tokens.shape and one is not tokens]
-    masked = any(bool((one == places).all()) or bool((one != places).all()) for one in masks)
+    places, masked = _places(tokens, lengths), _is_masked(asking, tokens, lengths)
     alone = _different(lengths) > 2 and not bool(((tokens == pad) & places).any())  # it stands behind texts only
     return lengths if int(lengths.min()) > 0 and (pad in known or masked or alone) else None
 
 
+def _places(tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Which tokens are none of the pads."""
+    return torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+
+
+def _is_masked(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
+    """Return whether something that was given beside the tokens says which are pads."""
+    places = _places(tokens, lengths)
+    masks = [one.bool() for one in asking.call.given.values() if one.shape == tokens.shape and one is not tokens]
+    return any(bool((one == places).all()) or bool((one != places).all()) for one in masks)
+
+
 def _changes_with_pads(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
-    """Return whether rows say something else of themselves where their pads are cut off."""
+    """Return whether rows say something else of themselves where their pads are cut off.
+
+    Where a model takes texts of one length alone, and a mask: where other tokens stand in the place of the pads.
+    """
     size, length = tokens.shape
     rows = (lengths < length).nonzero().flatten()
     longest = int(lengths[rows].max())
@@ -393,7 +406,13 @@ def _changes_with_pads(asking: Asking, tokens: Tensor, lengths: Tensor) -> bool:
         other = wide and _are_tokens(rest := one[:, longest:]) and bool((rest != rest[:1]).any())  # another text's
         return one[:, :longest] if wide and not other else one
 
+    def refilled(one: Tensor) -> Tensor:
+        again = torch.arange(length, device=tokens.device) % lengths[:, None]
+        return chosen(tokens.gather(1, again) if one is tokens else one)
+
     before, after = asking.outputs(chosen), asking.outputs(cut)
+    if after is None and _is_masked(asking, tokens, lengths):
+        after, longest = asking.outputs(refilled), length
     if before is None or after is None or len(before) != len(after):
         return False
     return any(far(*_real(a, b, lengths[rows], length, longest)) for a, b in zip(before, after, strict=True))

@@ -16,6 +16,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from prepkit.auditing.course import SAMPLED, memory_of
 from prepkit.objects.alive import alive
@@ -38,6 +39,8 @@ MOST_STEPS = 2
 """Of an optimizer that is made for a step, or for one and another; those of stages take more."""
 MOST = 512
 """Backwards that are followed."""
+NEAR = 4
+"""Steps from what goes backward to what was scaled."""
 
 
 @frozen(eq=False)
@@ -46,6 +49,8 @@ class _Went:
 
     line: str
     stands: tuple[Line, ...]
+    scaled: bool
+    """Whether its loss was scaled, or a part of it."""
 
 
 @frozen(eq=False)
@@ -111,6 +116,12 @@ class Ledger:
     """Likewise."""
     anew: tuple[str, str] = ("", "")
     """Likewise."""
+    half_scaled: tuple[str, str] = ("", "")
+    """Likewise."""
+    _scaled: list[Any] = field(factory=list)
+    """Nodes of graphs that scaled losses come from."""
+    _divided: weakref.WeakKeyDictionary[Any, int] = field(factory=weakref.WeakKeyDictionary)
+    """By optimizer how many had gone backward when its gradients were divided by the scale."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -128,7 +139,18 @@ class Ledger:
 
     def told(self) -> dict[str, Any]:
         """What is wrong with the step that begins, as fields of ``WindowFacts``."""
-        return {"stale": self.stale, "wasted": self.wasted, "unled": self.unled, "anew": self.anew}
+        told: dict[str, Any] = {"stale": self.stale, "wasted": self.wasted, "unled": self.unled}
+        return told | {"anew": self.anew, "half_scaled": self.half_scaled}
+
+    def scales(self, losses: Any, *, enabled: bool) -> Any:
+        """Hears of losses that were scaled, and gives them back."""
+        nodes = [one.grad_fn for one in tree_leaves(losses) if isinstance(one, Tensor)] if enabled else []
+        self._scaled = (self._scaled + nodes)[-MOST:]
+        return losses
+
+    def divides(self, optimizer: Any) -> None:
+        """Gradients of this optimizer are divided by the scale."""
+        self._divided[optimizer] = len(self._went)
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:
         plain(optimizer, *given, **named)
@@ -137,13 +159,13 @@ class Ledger:
 
     @torch.no_grad()
     def _steps(self, optimizer: Any, *_: Any) -> None:
-        self.stale, self.wasted, self.unled, self.anew = (), (), (), ("", "")
+        self.stale, self.wasted, self.unled, self.anew, self.half_scaled = (), (), (), ("", ""), ("", "")
         if len(self._went) >= MOST:
             return
         self._looks()
         entries = self._entries.get(optimizer, [])
         parts = sorted({part for one in entries for part in one.parts})
-        self.anew = self._made_again(optimizer)
+        self.anew, self.half_scaled = self._made_again(optimizer), self._scaled_in_part(optimizer, entries)
         found = (*self._of_other_turns(optimizer, parts), *self._confirmed(optimizer), *self._from_before(parts))
         self.stale = tuple(dict.fromkeys(found))
         line = line_of_program(frames_above(__file__))
@@ -199,6 +221,15 @@ class Ledger:
                     else:
                         self._suspected.append((weakref.ref(optimizer), last, pair))
 
+    def _scaled_in_part(self, optimizer: Any, entries: list[_Entry]) -> tuple[str, str]:
+        """Lines of backwards into one gradient, before it was divided: of a scaled loss, and of one that is not."""
+        until = self._divided.pop(optimizer, len(self._went))
+        for one in entries:
+            lines = {self._went[part].scaled: self._went[part].line for part in one.parts if part < until}
+            if len(lines) > 1:
+                return lines[True], lines[False]
+        return "", ""
+
     def _confirmed(self, optimizer: Any) -> Iterator[tuple[str, str]]:
         """What was suspected of this optimizer's last step: nobody else has stepped its last backward since."""
         mine = [one for one in self._suspected if one[0]() is optimizer]
@@ -245,15 +276,26 @@ class Ledger:
             return plain(*given, **named)
         with torch.no_grad():
             self._looks()
+        scaled = self._is_scaled(given[0] if given else named["tensors"])
         result = plain(*given, **named)
         frames = list(frames_above(__file__))
         closes = any(one.f_code.co_filename.startswith(_LBFGS) for one in frames)  # of a step that asks again and again
-        self._went.append(_Went(line_of_program(frames), () if closes else tuple(lines_of_program(frames))))
+        stands = () if closes else tuple(lines_of_program(frames))
+        self._went.append(_Went(line_of_program(frames), stands, scaled))
         for one in self._followed():
             if (now := memory_of(one.param)) != one.memory:
                 one.memory, one.by_hand = now, False
                 one.parts.append(len(self._went) - 1)
         return result
+
+    def _is_scaled(self, losses: Any) -> bool:
+        """Whether one of these is a scaled loss, or is computed from one in a few steps."""
+        nodes = [one.grad_fn for one in tree_leaves(losses) if isinstance(one, Tensor)]
+        for _ in range(NEAR if self._scaled else 0):
+            if any(node is one for node in nodes for one in self._scaled if node is not None):
+                return True
+            nodes = [after for node in nodes if node is not None for after, _ in node.next_functions]
+        return False
 
     def _followed(self) -> Iterator[_Entry]:
         """What is followed, of all optimizers that there are."""

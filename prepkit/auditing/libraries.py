@@ -154,18 +154,18 @@ def _of(modules: Iterable[nn.Module], home: str, kind: str) -> list[Any]:
 
 
 def _frozen_adapters(roots: Iterable[nn.Module]) -> Iterator[str]:
-    """Yield where a model of peft that was loaded to be used stands inside of what trains."""
+    """Yield where a model of peft that was loaded to be used stands inside of what trains, or is called before it."""
     kind = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
     if kind is None:
         return
     for root in roots:
         params = dict(root.named_parameters())
         adapts = any(one.requires_grad for name, one in params.items() if "lora_" in name)
-        if adapts or not any(one.requires_grad for one in params.values()):
-            continue
-        for path, module in root.named_modules():
-            if path and isinstance(module, kind) and module.training and _is_for_use(module):
-                yield f"{type(root).__name__}.{path}"
+        trains = any(one.requires_grad for one in params.values())
+        for path, module in root.named_modules() if not adapts else ():
+            inside = bool(path) if trains else not path
+            if inside and isinstance(module, kind) and module.training and _is_for_use(module):
+                yield ".".join(filter(None, (type(root).__name__, path)))
 
 
 def _is_for_use(model: Any) -> bool:

@@ -69,6 +69,7 @@ class Ties:
         with ExitStack() as stack:
             stack.enter_context(around_calls(_flat_param.FlatParamHandle, "__init__", self._flattens))
             stack.enter_context(around_calls(api, "parallelize_module", self._parallelizes, also=tensor_parallel))
+            stack.enter_context(around_calls(nn.Module, "to_empty", self._empties))
             yield
 
     def untied(self) -> Iterator[tuple[str, str, str]]:
@@ -88,6 +89,12 @@ class Ties:
 
     def _parallelizes(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         pairs = _tied(module, "parallelize_module")
+        result = plain(module, *given, **named)
+        self.behind(pairs)
+        return result
+
+    def _empties(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
+        pairs = _tied(module, "to_empty")
         result = plain(module, *given, **named)
         self.behind(pairs)
         return result

@@ -48,7 +48,7 @@ LATER = (
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
     *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
     *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike", "not-averaged"),
-    *("resumed-state", "resumed-samples"),
+    *("resumed-state", "resumed-samples", "scaled-stepped"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"

@@ -21,7 +21,7 @@ from prepkit.observe.prepared.instead import around_calls
 
 STANDS = 64
 """Steps behind which it is known what stood there."""
-WEIGHTS, NUMBERS = 8, 64
+WEIGHTS, NUMBERS = 64, 64
 """Weights of an optimizer that are remembered of each, and numbers of each of them."""
 ROUNDED = 2.0**-7
 """A change of a moment's norm that may be of bfloat16."""
@@ -134,16 +134,16 @@ class Resumes:
         if line is None:
             return
         weights, state = _held(optimizer)
-        stands = [one for one in self._stands if one.kind is type(optimizer) and _equal(one.weights, weights)]
-        if not stands or not any(state):
+        stands = [(one, _others(one, weights, state)) for one in self._stands if one.kind is type(optimizer)]
+        known = [(one, others) for one, others in stands if others is not None]
+        if not known or not any(state):
             return
-        others = [_others(one.state, state) for one in stands]
-        if all(others):
-            kind = type(optimizer).__name__
-            step, key = stands[-1].step, others[-1][0]
-            told = OtherMoments(optimizer=kind, line=line, step=step, weights=len(others[-1]), key=key)
+        stand, others = known[-1]
+        if all(each for _, each in known):
+            kind, key = type(optimizer).__name__, others[0]
+            told = OtherMoments(optimizer=kind, line=line, step=stand.step, weights=len(others), key=key)
             self.moments[told] = None
-        if self._reads is not None and (left := _other_samples(stands[-1], self._reads, line)) is not None:
+        if self._reads is not None and (left := _other_samples(stand, self._reads, line)) is not None:
             self.samples[left] = None
 
 
@@ -171,18 +171,23 @@ def _some(tensor: Tensor) -> Tensor:
     return local(tensor).detach().reshape(-1)[:NUMBERS].clone()
 
 
-def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(_same, one, other))
+def _others(stand: _Stand, weights: Sequence[Tensor], states: Sequence[_State]) -> list[str] | None:
+    """What was more than zeros beside each weight, and is something else now; None: these are other weights.
+
+    Whichever place they have in the optimizer.
+    """
+    found = []
+    for weight, state in zip(weights, states, strict=True):
+        beside = [kept for one, kept in zip(stand.weights, stand.state, strict=True) if _same(one, weight)]
+        if not beside:
+            return None
+        others = [[key for key, one in kept.items() if key in state and _is_other(one, state[key])] for kept in beside]
+        found += min(others, key=len)[:1]
+    return found if len(weights) == len(stand.weights) else None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.device == other.device and torch.equal(one, other.to(one.dtype))
-
-
-def _others(before: Sequence[_State], now: Sequence[_State]) -> list[str]:
-    """What was more than zeros before, of each weight, and is something else now."""
-    pairs = [(key, one, state.get(key)) for kept, state in zip(before, now, strict=True) for key, one in kept.items()]
-    return [key for key, one, other in pairs if other is not None and _is_other(one, other)]
 
 
 def _is_other(before: Tensor, now: Tensor) -> bool:

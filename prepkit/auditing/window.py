@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import FrameType, GeneratorType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -175,12 +175,10 @@ class Window:
 
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
-        own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told()}
-        own |= {"values": self.values.facts()}
+        own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told(), "values": self.values.facts()}
         rooms = (self.ledger, self.beginnings, self.copies, self.ratios, self.phases)
-        return (
-            {name: one for room in rooms for name, one in room.told().items()} | own | {"lessons": self.lessons.told()}
-        )
+        told = {name: one for room in rooms for name, one in room.told().items()}
+        return told | own | {"lessons": self.lessons.told()}
 
     def called(self) -> list[nn.Module]:
         """Return the modules that were called from outside of any other, with gradients."""
@@ -319,10 +317,11 @@ class Window:
 
     def _scales(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
         self.scaled = self.scaled or scaler.is_enabled()
-        return plain(scaler, *given, **named)
+        return self.ledger.scales(plain(scaler, *given, **named), enabled=scaler.is_enabled())
 
     def _unscales(self, plain: Any, scaler: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
         self._unscaled |= {id(param) for group in optimizer.param_groups for param in group["params"]}
+        self.ledger.divides(inner(optimizer))
         return plain(scaler, optimizer, *given, **named)
 
     def _steps(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
@@ -334,9 +333,9 @@ class Window:
 
     def _clips(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         params, rest = (given[0], given[1:]) if given else (named.pop("parameters"), ())
-        streamed = isinstance(params, GeneratorType)
-        self.clipped_spent = self.clipped_spent or (streamed and params.gi_frame is None)
+        streamed = isinstance(params, Iterator)
         params = [params] if isinstance(params, Tensor) else [*params]
+        self.clipped_spent = self.clipped_spent or (streamed and not params)
         held = {id(param) for param in params if param.grad is not None}
         self.clipped_scaled = self.clipped_scaled or (self.scaled and not held <= self._unscaled)
         self.clipped_none = self.clipped_none or not (held or self.backwards)

@@ -40,7 +40,10 @@ class WrappedAround:
 
 @frozen(kw_only=True)
 class LostSetting:
-    """What a data set was told through one part of it, and was told otherwise through another before it was read."""
+    """What a data set was told through one part of it, and was told otherwise through another before it was read.
+
+    Or what another part is read with that was made with something else.
+    """
 
     line: str
     name: str
@@ -48,7 +51,7 @@ class LostSetting:
     kind: str
     """Class of the data set."""
     other: str
-    """The line that has set it otherwise."""
+    """The line that has set it otherwise; empty: it was made otherwise, and another part is read with this."""
 
 
 @frozen(kw_only=True)

@@ -175,6 +175,8 @@ class WindowFacts:
     """Whether gradients were clipped that were scaled still."""
     clipped_none: bool = False
     """Whether gradients were clipped before there were any."""
+    half_scaled: tuple[str, str] = ("", "")
+    """Lines of two backwards into one gradient, of a scaled loss and of one that is not."""
     clipped_spent: bool = False
     """Whether a generator that was at its end was given to be clipped."""
     clipped_shards: bool = False

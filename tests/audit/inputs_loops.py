@@ -612,13 +612,28 @@ def around(*, late: bool) -> Callable[[], None]:
 
 
 def one_for_all() -> None:
-    """Its owner replaces what it was made with, and another part is set to something else and never read."""
+    """Its owner replaces what it was made with, and a part is set to something else once the other one was read."""
     full = Seen(Flips(0.9))
     full.transform = Flips(0.5)
     full.transform = Flips(0.2)
     train, held_out = random_split(full, [48, 16])
+    model = net()
+    optimizer = adam(model)
+    for x, y in DataLoader(train, 16, shuffle=True):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
     held_out.dataset.transform = Flips(0.1)  # type: ignore[attr-defined]
-    passes(train, held_out)
+    assert len([*DataLoader(held_out, 16)]) == 1
+
+
+def made_with_it() -> None:
+    """A data set is made with what one part is to have, and another part is set to something else."""
+    full = Seen(Flips(0.9))
+    train, held_out = random_split(full, [48, 16])
+    held_out.dataset.transform = Flips(0.1)  # type: ignore[attr-defined]
+    model = net()
+    optimizer = adam(model)
+    for x, y in DataLoader(train, 16, shuffle=True):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
 
 
 WRONG_INPUTS: tuple[Loop, ...] = (
@@ -651,6 +666,7 @@ WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.transform-shared", "transforms_of_one_by_a_function", by_function),
     wrong("run.transform-shared", "transforms_of_one_by_loaders", by_sampler),
     wrong("run.transform-shared", "transforms_of_one_by_parts", around(late=False)),
+    wrong("run.transform-shared", "transform_of_what_was_made_with_another", made_with_it),
 )
 RIGHT_INPUTS: tuple[Loop, ...] = (
     right("items_without_pads", rated(pads=None)),

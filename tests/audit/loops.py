@@ -92,6 +92,17 @@ def scaled_and_clipped(rank: int, world: int) -> None:
     scaler.step(optimizer)
 
 
+def scaled_beside_a_penalty(rank: int, world: int) -> None:
+    """Two losses that are scaled, one of them in a sum, and a penalty behind the division."""
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    scaler.scale(loss_of(model)).backward()
+    (scaler.scale(loss_of(model)) + scaler.scale(loss_of(model))).backward()
+    scaler.unscale_(optimizer)
+    (1e-3 * sum(one.square().sum() for one in model.parameters())).backward()
+    scaler.step(optimizer)
+
+
 def scaler_switched_off(rank: int, world: int) -> None:
     model, scaler = net(), torch.amp.GradScaler("cpu", enabled=False)
     optimizer = adam(model)
@@ -1221,6 +1232,7 @@ _ONE = (
         clipped_by_keyword,
         scaled,
         scaled_and_clipped,
+        scaled_beside_a_penalty,
         scaler_switched_off,
         two_scaled,
         loss_alone_under_autocast,

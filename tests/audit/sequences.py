@@ -203,6 +203,35 @@ def judged(says: str) -> None:
     trained(Judge(says), loss_of, tokens, tokens[:, 0] % 2)
 
 
+class OfOneLength(nn.Module):
+    """Takes texts of one length alone, and a mask; ``inverted``: attends to what is none of the text."""
+
+    def __init__(self, *, inverted: bool) -> None:
+        super().__init__()
+        self.inverted = inverted
+        self.words, self.places = nn.Embedding(WORDS, 16), nn.Parameter(torch.randn(LENGTH, 16))
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        pads = mask.bool() if self.inverted else ~mask.bool()
+        x = self.layer(self.words(tokens) + self.places, src_key_padding_mask=pads) * mask[..., None]
+        return self.head(x.sum(1) / mask.sum(1, keepdim=True))
+
+
+def of_one_length(*, inverted: bool) -> Callable[[int, int], None]:
+    def run(rank: int, world: int) -> None:
+        tokens = texts(pads=True)
+        mask = (tokens != PAD).float()
+        trained(OfOneLength(inverted=inverted), goes, tokens, mask)
+
+    def goes(model: nn.Module, batch: Any) -> Tensor:
+        return fn.cross_entropy(model(*batch), batch[0][:, 0] % 2)
+
+    run.__name__ = "mask_inverted_of_one_length" if inverted else "masked_of_one_length"
+    return run
+
+
 def padded_and_packed(rank: int, world: int) -> None:
     judged("last, packed")
 
@@ -338,6 +367,7 @@ RIGHT_SEQUENCES: tuple[Loop, ...] = (
     *map(Loop, (language, language_of_cut_texts, recurrent_language, language_that_returns_its_loss, time_first)),
     *map(Loop, (words_masked, text_said_again, tagged, padded_and_packed, padded_and_masked)),
     Loop(two_texts_of_one_width),
+    Loop(of_one_length(inverted=False)),
     Loop(bert_with_its_mask, "transformers"),
     *map(Loop, (batch_norm, batch_norm_of_each_batch, deviation_of_a_batch, attention_over_places)),
     *map(Loop, (attention_of_turned_samples, state_that_goes_on, dropout_by_mode, dropout_on_purpose)),
@@ -459,6 +489,7 @@ WRONG_SEQUENCES: tuple[Loop, ...] = (
     ),
     Loop(places_taken_for_samples, rule="run.samples-mix"),
     *(Loop(run, rule="run.pads-heeded") for run in (last_of_padded, mean_over_pads, mask_forgotten, mask_inverted)),
+    Loop(of_one_length(inverted=True), rule="run.pads-heeded"),
     Loop(bert_without_its_mask, "transformers", rule="run.pads-heeded"),
     Loop(tags_of_pads, "transformers", rule="run.pads-learned"),
     Loop(pads_in_the_loss, rule="run.pads-learned"),

@@ -28,15 +28,20 @@ for _ in range(3):
     optimizer.zero_grad()
 """
 
+APART = """head = nn.Linear(8, 4)
+model = lambda x: head(loaded.train()(x))
+model.parameters = lambda: [*loaded.parameters(), *head.parameters()]"""
+
 
 @pytest.mark.parametrize(
     ("how", "then", "told"),
     [
         ("", "", True),
+        ("", APART, True),
         (", is_trainable=True", "", False),
         ("", "loaded.requires_grad_(False)", False),
     ],
-    ids=["as loaded", "to be trained", "frozen on purpose"],
+    ids=["as loaded", "apart from its head", "to be trained", "frozen on purpose"],
 )
 def test_adapters_that_were_loaded_frozen_are_told(tmp_path: Path, how: str, then: str, *, told: bool) -> None:
     """In a process of its own, where no file of a test is a part of the program."""

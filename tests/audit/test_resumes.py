@@ -119,6 +119,12 @@ def averages(state: dict[str, Any]) -> None:
         one.mul_(0.99)
 
 
+def in_another_order(state: dict[str, Any]) -> None:
+    """Each moment beside the next weight's place, which has another gradient."""
+    held = state["optimizer"]["state"]
+    held[1], held[3] = {**held[1], "exp_avg": held[1]["exp_avg"].flip(0)}, held[3]
+
+
 def restarts(state: dict[str, Any]) -> None:
     """An optimizer that begins anew on purpose."""
     state["optimizer"]["state"].clear()

@@ -101,6 +101,23 @@ def ends_of_their_own_that_are_cut(rank: int, world: int) -> None:
     trained(model, 0)
 
 
+def from_nothing(*, tied: bool) -> Callable[[int, int], None]:
+    """Made without memory, and given some."""
+
+    def ends_from_nothing(rank: int, world: int) -> None:
+        with torch.device("meta"):
+            model = Tied()
+        model.to_empty(device="cpu")
+        for one in model.parameters():
+            nn.init.normal_(one, std=0.1)
+        if tied:
+            model.head.weight = model.enter.weight
+        trained(model, rank)
+
+    ends_from_nothing.__name__ += "_and_tied" if tied else ""
+    return ends_from_nothing
+
+
 def teacher_in_shards(rank: int, world: int) -> None:
     """What ranks hold of it are other parts of one model."""
     model = seeded()
@@ -208,6 +225,7 @@ def norms_of_parts_of_a_sequence(rank: int, world: int) -> None:
 _PARTED = (ends_in_units_of_fsdp1, an_end_in_a_unit_of_fsdp1, ends_that_are_cut)
 WRONG_TIES: tuple[Loop, ...] = (
     *(Loop(run, ranks=2, rule="run.tie-broken") for run in _PARTED),
+    Loop(from_nothing(tied=False), rule="run.tie-broken"),
     Loop(decayed_by_dims(behind=True), ranks=2, rule="run.decays-nothing"),
     Loop(width_beside_the_model, ranks=2, rule="run.not-averaged"),
 )
@@ -216,5 +234,6 @@ _CUT = (ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_d
 _BESIDE = (width_beside_the_model_that_is_averaged, noise_of_each_rank, norms_of_parts_of_a_sequence)
 RIGHT_TIES: tuple[Loop, ...] = (
     Loop(beside_what_was_freed),
+    Loop(from_nothing(tied=True)),
     *(Loop(run, ranks=2) for run in (*_WHOLE, *_CUT, *_BESIDE)),
 )

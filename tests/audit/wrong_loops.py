@@ -85,6 +85,14 @@ def scaled_and_stepped_past_the_scaler(rank: int, world: int) -> None:
     taken(model, adam(model), scaler.scale(loss_of(model)))
 
 
+def scaled_in_part(rank: int, world: int) -> None:
+    model, scaler = net(), torch.amp.GradScaler("cpu")
+    optimizer = adam(model)
+    scaler.scale(loss_of(model)).backward()
+    loss_of(model).backward()
+    scaler.step(optimizer)
+
+
 def clipped_while_scaled(rank: int, world: int) -> None:
     model, scaler = net(), torch.amp.GradScaler("cpu")
     optimizer = adam(model)
@@ -143,6 +151,15 @@ def clipped_by_a_spent_generator(rank: int, world: int) -> None:
     loss_of(model).backward()
     with pytest.warns(UserWarning, match="is an empty generator"):  # torch's own is not lost
         nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+
+
+def clipped_by_a_spent_filter(rank: int, world: int) -> None:
+    model = net()
+    params = filter(lambda one: one.requires_grad, model.parameters())
+    optimizer = torch.optim.AdamW(params)
+    loss_of(model).backward()
+    nn.utils.clip_grad_norm_(params, 1.0)  # of which torch says nothing
     optimizer.step()
 
 
@@ -582,13 +599,14 @@ WRONG: tuple[Loop, ...] = (
     Loop(an_end_that_is_no_label, "transformers", rule="run.text-odd"),
     Loop(float16_without_a_scaler, rule="run.float16-unscaled"),
     *(Loop(run, ranks=2, rule="run.float16-unscaled") for run in (shards_in_float16, flat_shards_in_float16)),
-    Loop(scaled_and_stepped_past_the_scaler, rule="run.scaled-stepped"),
+    *(Loop(run, rule="run.scaled-stepped") for run in (scaled_and_stepped_past_the_scaler, scaled_in_part)),
     Loop(clipped_while_scaled, rule="run.clipped-scaled"),
     Loop(clipped_by_value_while_scaled, rule="run.clipped-scaled"),
     *(Loop(run, rule="run.softmax-twice") for run in (softmax_under_cross_entropy, softmax_in_the_loop)),
     *(Loop(run, rule="run.softmax-twice") for run in (sigmoid_under_logits, softmax_under_nll)),
     Loop(logits_under_nll, rule="run.softmax-twice"),
     *(Loop(run, rule="run.clipped-scaled") for run in (clipped_before_backward, clipped_by_a_spent_generator)),
+    Loop(clipped_by_a_spent_filter, rule="run.clipped-scaled"),
     *(Loop(run, ranks=2, rule="run.clipped-scaled") for run in (clipped_shards, clipped_flat_shards)),
     *(Loop(run, rule="run.loaded-nothing") for run in (loaded_under_other_names, teacher_loaded_without_its_prefix)),
     *(

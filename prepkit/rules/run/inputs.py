@@ -64,8 +64,17 @@ def _alike(facts: RunFacts) -> Iterator[Hit]:
 
 def _lost(facts: RunFacts) -> Iterator[Hit]:
     for one in _given(facts).lost:
-        what = f"`{one.name}` is set here and, before a sample was read with it, otherwise at {one.other}: both parts"
-        yield Hit(one.line, f"{what} hold one and the same `{one.kind}`, so that each is read with what was set last.")
+        alike = f"hold one and the same `{one.kind}`"
+        if one.other:
+            what = (
+                f"`{one.name}` is set here and, before a sample was read with it, otherwise at {one.other}: both parts"
+            )
+            yield Hit(one.line, f"{what} {alike}, so that each is read with what was set last.")
+        else:
+            what = (
+                f"`{one.name}` of one part is set here in the place of what was there, and another part, whose samples"
+            )
+            yield Hit(one.line, f"{what} are read in a random order, is read with it: both {alike}.")
 
 
 RULES: tuple[Rule, ...] = (

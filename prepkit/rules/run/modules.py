@@ -195,7 +195,7 @@ def _untied(facts: RunFacts) -> Iterator[Hit]:
     """Since an earlier look, since before apply, or while a script ran."""
     for first, second, by in facts.window.untied if facts.window is not None else ():
         what = f"{by} has made two tensors of `{first}` and `{second}`, which were one parameter: they train apart."
-        yield Hit(at(second), what, _ASSIGNED if by.startswith("load_state_dict") else _ONE_UNIT)
+        yield Hit(at(second), what, _AGAIN if by == "to_empty" else _ASSIGNED if by.startswith("load") else _ONE_UNIT)
     for before, now in facts.running:
         held = [set(group) for group in now.ties]
         for group in before.ties:

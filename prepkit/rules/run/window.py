@@ -195,6 +195,10 @@ def _scales(facts: RunFacts) -> Iterator[Hit]:
     elif seen is not None and seen.scaler_steps and not seen.scaled:
         what = "GradScaler.step() divides the gradients by a scale with which nobody has multiplied the loss."
         yield Hit("optimizer", what, "Write scaler.scale(loss).backward().")
+    elif seen is not None and all(seen.half_scaled):
+        scaled, plain = seen.half_scaled
+        what = f"Gradients of a scaled loss ({scaled}) and of one that nobody has scaled are added up, and divided"
+        yield Hit(plain, f"{what} by the scale: nothing is left of the second.", "Scale every loss of a step.")
 
 
 def _clipped(facts: RunFacts) -> Iterator[Hit]:
