@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -207,7 +208,8 @@ class InputCalls:
             line, whole = line_of_program(frames_above(__file__)), [one for one in given if isinstance(one, int)]
             bounds = (name, *([0] if len(whole) == 1 else []), *whole) if name == "randint" else (name,)
             draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=_some_of(drawn), bounds=bounds)
-            if name != "randint" and named.get("generator") is None and called_by_program(frames_above(__file__)):
+            own = name != "randint" and named.get("generator") is None and called_by_program(frames_above(__file__))
+            if own and not _is_made_of_it(frames_above(__file__)):
                 self._own = [*self._own, draw][-MOST:]
             if name.startswith("randn"):
                 self._normal = [*self._normal, draw][-MOST:]
@@ -373,6 +375,12 @@ def _line_of(function: str) -> str:
 
 
 # --- noise ---
+
+
+def _is_made_of_it(frames: Iterable[FrameType]) -> bool:
+    """Return whether a model is being made, which begins with what is drawn."""
+    made = (one.f_locals.get("self") for one in frames if one.f_code.co_name == "__init__")
+    return any(isinstance(one, nn.Module) for one in made)
 
 
 def _spreads(node: Any, draw: _Draw) -> bool:

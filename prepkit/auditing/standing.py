@@ -19,6 +19,7 @@ WAITS = (
     *("autograd/graph.py", "nn/parallel/distributed.py"),
 )
 """Files of torch's in which a thread stands that waits for other ranks: in a collective, a backward, or DDP."""
+OURS = __name__.partition(".")[0]
 COMPUTES = 0.05
 """Of the time between two looks, how much of a processor a process takes that does something."""
 
@@ -63,5 +64,6 @@ def waits_at(frame: FrameType | None) -> str:
 
 
 def _name(frame: FrameType) -> str:
-    """What it is called, but for what torch puts around each collective to log it."""
-    return "" if frame.f_code.co_filename.endswith("c10d_logger.py") else frame.f_code.co_name
+    """What it is called, but for what torch puts around each collective to log it, and for what listens to it."""
+    around = frame.f_globals.get("__name__", "").startswith(OURS) or frame.f_code.co_filename.endswith("c10d_logger.py")
+    return "" if around else frame.f_code.co_name

@@ -324,12 +324,13 @@ class Window:
         self.ledger.divides(inner(optimizer))
         return plain(scaler, optimizer, *given, **named)
 
-    def _steps(self, plain: Any, scaler: Any, *given: Any, **named: Any) -> Any:
+    def _steps(self, plain: Any, scaler: Any, optimizer: Any, *given: Any, **named: Any) -> Any:
         before, self.stepping = self.stepping, self.stepping or scaler.is_enabled()
         try:
-            return plain(scaler, *given, **named)
+            return plain(scaler, optimizer, *given, **named)
         finally:
             self.stepping = before
+            self.arrivals.scaled(scaler, optimizer)
 
     def _clips(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         params, rest = (given[0], given[1:]) if given else (named.pop("parameters"), ())

@@ -401,9 +401,18 @@ def norm(facts: ProofFacts, sums: Vector) -> float:
 
 def written_norm(facts: ProofFacts) -> float | None:
     """The norm of all gradients that are stepped, if somebody would write it, as 1 or 0.5; None: it is another."""
-    norm = sqrt(sum(one.squares[0] for one in facts.gradients if one.squares))
+    return as_written(sqrt(sum(one.squares[0] for one in facts.gradients if one.squares)))
+
+
+def as_written(norm: float) -> float | None:
+    """A norm, if somebody would write it, as 1 or 0.5; None: it is another."""
     written = float(f"{norm:.1g}")
     return written if norm and isclose(norm, written, rel_tol=1e-4) else None
+
+
+def own_clip(norm: float) -> str:
+    """Words for a norm to which a program has scaled all of its gradients itself."""
+    return f"the program has scaled all gradients to a norm of {norm:g}: taken for a clip of its own"
 
 
 def square_of(gram: Sequence[Vector], sums: Vector) -> float:

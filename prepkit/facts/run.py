@@ -146,6 +146,8 @@ class PreparedLoader:
     """A digest of which samples its data set has, where its kind tells; else of their number."""
     picked: tuple[str, tuple[int, ...]] = ("", ())
     """Where it is a part of another data set: a digest of that one, and the least indices of what it takes there."""
+    held: tuple[tuple[str, str], ...] = ()
+    """Digests of its first sample, under no name, and of fractions that its data set keeps, where it divides one."""
     sample: OddSample = ""
     """What is wrong in its first sample, where it feeds a causal language model."""
     indices: str = ""
@@ -195,6 +197,8 @@ class RankFacts:
     """Per loader: batches of a pass, samples of a batch, and what gives the order."""
     contents: tuple[str, ...] = ()
     """Per loader: digest of which samples its data set has."""
+    held_data: tuple[tuple[tuple[str, str], ...], ...] = ()
+    """Per loader: as ``held`` of ``PreparedLoader``."""
     picks: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Per loader: of which data set its own is a part, and the least indices of what it takes there."""
     reads: tuple[tuple[str, str], ...] = ()

@@ -19,7 +19,7 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from prepkit.facts.proof import ProofFacts, Slope
+from prepkit.facts.proof import ProofFacts, Slope, as_written, own_clip
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.reading import digest_of
 from prepkit.proving import again
@@ -38,6 +38,8 @@ STEP = 1e-5
 """By this part of its size a weight is moved."""
 WAYS = 2
 """Directions in which a weight is moved that is wrong; all together are moved in one."""
+SCALED_WAYS = 3
+"""Those in which all are moved together, where the program may have scaled all gradients by one number."""
 MARGIN = 8.0
 """How much further off than a step of twice the length a slope may be."""
 SECONDS = 120.0
@@ -204,7 +206,7 @@ def _measured(replay: Replay, record: Record) -> ProofFacts:
         wrapper=disturbed_of((record,)).wrapper,
         measured=len(every),
         slopes=tuple(found),
-        limits=(*head.limits, *((no_step,) if no_step else ())),
+        limits=(*head.limits, *((no_step,) if no_step else ()), *map(own_clip, measures.clipped_to)),
     )
 
 
@@ -315,16 +317,19 @@ class _Beside:
         self.said.append(said)
         self.noise = max(self.noise, noise)
 
-    @property
-    def allowed(self) -> float:
+    def allowed(self, part: float = 1.0) -> float:
         """How far off rounding may be, and the bend of the loss."""
-        return self.eps * self.size + MARGIN * self.noise
+        return self.eps * self.size / part + MARGIN * self.noise
 
-    @property
-    def agree(self) -> bool:
-        """Whether the mean over the ranks, with what is a rank's own, is the slope; of one, whether each rank's is."""
-        every = zip(self.slopes, self.said, strict=True)
-        return all(abs(slope - mean) <= self.allowed for slope, said in every for mean in _means(said))
+    def agree(self, part: float = 1.0) -> bool:
+        """Whether the mean over the ranks, with what is a rank's own, is this part of the slope; of one, each's."""
+        every, allowed = zip(self.slopes, self.said, strict=True), self.allowed(part)
+        return all(abs(slope - mean / part) <= allowed for slope, said in every for mean in _means(said))
+
+    def agree_by_one_part(self) -> bool:
+        """Whether they are one and the same part of the slopes in whatever direction."""
+        part = next(_means(self.said[0])) / self.slopes[0] if self.slopes[0] else 0.0
+        return 0.0 < part < 1.0 and self.agree(part)
 
     def told(self, one: Moved) -> Slope:
         """Of one parameter."""
@@ -332,11 +337,11 @@ class _Beside:
         rows = [torch.tensor([said[rank][one] for said in self.said], dtype=torch.float64) for rank in ranks]
         slope = torch.tensor(self.slopes, dtype=torch.float64)
         square = float(slope @ slope)
-        if sqrt(square) <= self.allowed:
+        if sqrt(square) <= self.allowed():
             return Slope(name=one.name, ranks=ranks, ratios=())
         ratios = tuple(float(row @ slope) / square for row in rows)
         off = max(float((row - by * slope).norm()) for row, by in zip(rows, ratios, strict=True))
-        turned = off > max(self.allowed, TURNED * sqrt(square))
+        turned = off > max(self.allowed(), TURNED * sqrt(square))
         return Slope(name=one.name, ranks=ranks, ratios=ratios, turned=turned)
 
 
@@ -357,6 +362,8 @@ class _Measures:
     held: list[dict[str, _Held]]
     eps: float
     begun: float = field(factory=time.perf_counter)
+    clipped_to: tuple[float, ...] = ()
+    """The norm to which the program has scaled all gradients itself; empty: to none."""
 
     def apart(self, every: Sequence[Moved]) -> list[Slope]:
         """Those whose gradients are not the slopes; all at once first, then by halves. Collective.
@@ -365,12 +372,16 @@ class _Measures:
         """
         found: list[Slope] = []
         unlike = [one for one in every if one.rank is None and _unlike([*self._of(one)])]
+        norm = None if unlike else as_written(self._norm(every))
+        if norm is not None and self._beside(every, SCALED_WAYS).agree_by_one_part():
+            self.clipped_to = (norm,)
+            return []
         rest = tuple(one for one in every if one not in unlike)
         waiting = [rest] * bool(rest) + [(one,) for one in reversed(unlike)]
         while waiting and not self._ends(found):
             several = waiting.pop()
-            beside = self._beside(several)
-            if beside.agree:
+            beside = self._beside(several, WAYS if len(several) == 1 else 1)
+            if beside.agree():
                 continue
             if len(several) == 1:
                 found.append(evolve(beside.told(several[0]), averaged=self._averaged(several[0])))
@@ -378,6 +389,10 @@ class _Measures:
                 half = len(several) // 2
                 waiting += (several[half:], several[:half])
         return found
+
+    def _norm(self, every: Sequence[Moved]) -> float:
+        """Of all gradients that are stepped."""
+        return sqrt(sum(next(self._of(one)).gradient ** 2 for one in every))
 
     def _averaged(self, one: Moved) -> bool:
         """Whether all ranks step one gradient of weights that are each rank's own."""
@@ -390,10 +405,10 @@ class _Measures:
         _agreed(TOO_LONG if late and not found else "")
         return late
 
-    def _beside(self, several: Sequence[Moved]) -> _Beside:
-        """The slopes of these together, beside their gradients."""
+    def _beside(self, several: Sequence[Moved], ways: int = 1) -> _Beside:
+        """The slopes of these together in so many directions, beside their gradients. Collective."""
         found = _Beside(size=self._size(several), eps=sqrt(self.eps))
-        for way in range(WAYS if len(several) == 1 else 1):
+        for way in range(ways):
             every = {one: self._way(one, way) for one in several if one.rank in (None, self._rank)}
             by = {one.name: to for one, to in every.items()}
             mine = {one: self._along(one.name, to) for one, to in every.items()}

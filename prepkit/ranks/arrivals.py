@@ -62,6 +62,8 @@ class Reached:
     """Whether it waits for another rank to send or to take a tensor."""
     alone: int = 0
     """Calls of a wrapper that was told to average nothing, as by ``no_sync()``."""
+    skipped: int = 0
+    """Steps that its scaler has left out."""
 
 
 @define
@@ -93,6 +95,11 @@ class Arrivals:
         """Take note of a backward that begins."""
         self._tell(evolve(self.done, backwards=self.done.backwards + 1))
         self._looks()
+
+    def scaled(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler has stepped, or has left the step out, as gradients of this rank are not finite."""
+        if scaler.is_enabled() and any(map(float, scaler._found_inf_per_device(optimizer).values())):
+            self._tell(evolve(self.done, skipped=self.done.skipped + 1))
 
     def ends(self, how: str) -> None:
         """The script of this rank has come to an end, or to something that ends it."""
@@ -365,7 +372,8 @@ class Handed:
 def _said(done: Reached) -> str:
     calls, backwards = count(done.calls, "time"), count(done.backwards, "time")
     alone = f" ({done.alone} inside no_sync())" * bool(done.alone)
-    return f"has called a model {calls}{alone} and gone backward {backwards}"
+    left = f", and its GradScaler has left out {count(done.skipped, 'step')}" * bool(done.skipped)
+    return f"has called a model {calls}{alone} and gone backward {backwards}{left}"
 
 
 def _read(peers: Peers, rank: int) -> Reached:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as fn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 from tests.audit.case import adam
 from tests.audit.loops import Loop, taken
@@ -143,6 +143,60 @@ def noised(rank: int, *, seeded: bool) -> None:
     taken(model, adam(model), fn.mse_loss(model(samples + 0.3 * noise), noise))
 
 
+class Coded(nn.Module):
+    """Begins with a table that is drawn, of as many rows as a batch has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDE, WIDE)
+        self.register_buffer("codes", torch.randn(16, WIDE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x + self.codes.mean(0))
+
+
+def table_that_ranks_share(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    samples = torch.randn(16, WIDE, generator=torch.Generator().manual_seed(5 + rank))
+    model = nn.parallel.DistributedDataParallel(Coded())
+    taken(model, adam(model), fn.mse_loss(model(samples), samples))
+
+
+class Scaled(Dataset[tuple[Tensor, int]]):
+    """Samples that are divided by their spread, once somebody has computed it."""
+
+    def __init__(self) -> None:
+        self.samples = 5.0 * torch.randn(32, WIDE, generator=torch.Generator().manual_seed(3))
+        self.spread = torch.ones(WIDE)
+
+    def prepare(self) -> None:
+        self.spread = self.samples.std(0)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, at: int) -> tuple[Tensor, int]:
+        return self.samples[at] / self.spread, at % CLASSES
+
+
+def scaled(*, here: bool) -> None:
+    """A data set of which each rank reads its part, prepared ``here``."""
+    torch.manual_seed(0)
+    model, data = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, CLASSES)), Scaled()
+    if here:
+        data.prepare()
+    for x, y in DataLoader(data, batch_size=16, sampler=DistributedSampler(data)):
+        taken(model, adam(model), fn.cross_entropy(model(x), y))
+
+
+def scaled_on_one_rank(rank: int, world: int) -> None:
+    scaled(here=rank == 0)
+
+
+def scaled_on_every_rank(rank: int, world: int) -> None:
+    scaled(here=True)
+
+
 def noise_that_ranks_share(rank: int, world: int) -> None:
     noised(rank, seeded=False)
 
@@ -177,10 +231,11 @@ WRONG_ALIKE: tuple[Loop, ...] = (
     *(Loop(run, rule="run.targets-alike") for run in (class_by_class, folder_by_folder, labels_masked_too)),
     Loop(same_episodes, ranks=2, rule="run.same-batch"),
     Loop(noise_that_ranks_share, ranks=2, rule="run.dropout-alike"),
+    Loop(scaled_on_one_rank, ranks=2, rule="run.samples-apart"),
 )
 RIGHT_ALIKE: tuple[Loop, ...] = (
     *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
     *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
     *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph, noise_by_rank, whole_batch_for_a_check)),
-    Loop(other_actions_on_the_same_states, ranks=2),
+    *(Loop(run, ranks=2) for run in (table_that_ranks_share, scaled_on_every_rank, other_actions_on_the_same_states)),
 )

@@ -251,6 +251,18 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, parts=4),),
     ),
+    "run.samples-apart": evolve(
+        with_ranks(),
+        loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2),),
+        ranks=tuple(
+            evolve(
+                rank,
+                loaders=((2, rank.rank, "sampler", ""),),
+                held_data=((("", "ab"[rank.rank]), ("Maps.mean", "cd"[rank.rank])),),
+            )
+            for rank in with_ranks().ranks
+        ),
+    ),
     "run.samples-odd": evolve(
         FINE, loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, sample="shifted"),)
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class CutWithBiases(Cut):
         return self.head(x + self.leaves(functional.linear(inner, self.cut.down)) + self.cut.of_all)
 
 
-def cut(enters: Any, leaves: Any, made: type[Cut] = Cut) -> Window:
+def cut(enters: Any, leaves: Any, made: type[Cut] = Cut, clips: Callable[[nn.Module], None] = lambda _: None) -> Window:
     """Ranks read the same samples, and none has to average anything."""
     model = seeded(lambda: made(enters, leaves))
     optimizer = adam(model)
@@ -89,9 +90,22 @@ def cut(enters: Any, leaves: Any, made: type[Cut] = Cut) -> Window:
     def train() -> None:
         for batch in micros(2, rank=0):
             (loss_of(model, batch) / 2).backward()
+        clips(model)
         optimizer.step()
 
     return Window(model, train)
+
+
+def to_norm(model: nn.Module, *, of_all: bool) -> None:
+    """Scale all gradients to a norm of 0.05: that of the whole model, or of what this rank holds of it."""
+    alike, own = torch.zeros(()), torch.zeros(())
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        square = param.grad.square().sum()
+        alike, own = (alike, own + square) if name.startswith(("up", "down")) else (alike + square, own)
+    norm = (alike + (_summed(own) if of_all else own)).sqrt()
+    for param in model.parameters():
+        param.grad *= 0.05 / norm
 
 
 class Experts(nn.Module):
@@ -211,6 +225,10 @@ def cut_by_hand_with_biases(rank: int, world: int) -> Window:
     return cut(_copied, _reduced, CutWithBiases)
 
 
+def cut_and_clipped_by_hand(rank: int, world: int) -> Window:
+    return cut(_copied, _reduced, clips=partial(to_norm, of_all=True))
+
+
 def experts_by_hand(rank: int, world: int) -> Window:
     return experts(_function(_exchanged, _exchanged), 1 / world)
 
@@ -226,6 +244,7 @@ def norms_over_buffers(rank: int, world: int) -> Window:
 RIGHT_SENDING = (
     cut_by_hand,
     cut_by_hand_with_biases,
+    cut_and_clipped_by_hand,
     experts_by_hand,
     norms_over_all,
     norms_summed,
@@ -236,6 +255,10 @@ RIGHT_SENDING = (
 
 def nothing_comes_back_to_what_enters(rank: int, world: int) -> Window:
     return cut(_as_it_is, _reduced)
+
+
+def clipped_by_what_a_rank_holds(rank: int, world: int) -> Window:
+    return cut(_copied, _reduced, clips=partial(to_norm, of_all=False))
 
 
 def added_up_again_on_the_way_back(rank: int, world: int) -> Window:
@@ -293,6 +316,7 @@ NOT_BACK = "a part that crosses to other ranks does not come back, or is changed
 ERRORS_SENDING: tuple[tuple[Callable[[int, int], Window], str, str], ...] = (
     (nothing_comes_back_to_what_enters, "prove.slope", "Gradients of 4 parameters are other on each rank"),
     (added_up_again_on_the_way_back, "prove.slope", TWICE),
+    (clipped_by_what_a_rank_holds, "prove.slope", "scaled by what the program does with them behind the backward"),
     (experts_never_divided, "prove.slope", TWICE),
     (tokens_that_come_back_to_the_wrong_rank, "prove.slope", NOT_BACK),
     (norms_without_the_others_gradient, "prove.slope", NOT_BACK),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from heapq import nsmallest
 from typing import Any
 
@@ -23,7 +23,7 @@ from prepkit.facts.run import Division, PreparedLoader
 from prepkit.facts.window import OddSample
 from prepkit.formats.models.architecture import peek
 from prepkit.observe.loaders import loader_facts
-from prepkit.observe.prepared.reading import divides_itself, first_reads, generator_states, generators_kept
+from prepkit.observe.prepared.reading import digest_of, divides_itself, first_reads, generator_states, generators_kept
 from prepkit.ranks.world import world
 
 SHOWN = 64
@@ -31,7 +31,9 @@ SHOWN = 64
 TEXT = ("input_ids", "labels", "attention_mask")
 """What a text, its labels and its mask are called in transformers."""
 ROWS = 4
-"""Samples of a batch that are looked at."""
+"""Samples of a batch, or entries of a list, that are looked at."""
+DEPTH = 3
+"""Objects of a data set inside of each other."""
 
 
 def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
@@ -47,6 +49,7 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
         parts=_parts(loader),
         content="" if data is None else _content(data),
         picked=_picked(data),
+        held=tuple(_held(data)) if division in ("sampler", "accelerate") and replicas > 1 else (),
         sample=first_sample(data, config) if config is not None else "",
         batches=_length(loader),
         data="" if data is None else _digest(data),
@@ -56,6 +59,37 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
         weights=next((len(one.weights) for one in _chain(loader) if isinstance(one, WeightedRandomSampler)), None),
         order=_order(loader),
     )
+
+
+def _held(data: Any) -> Iterator[tuple[str, str]]:
+    """Yield digests of its first sample, under no name, and of fractions that it keeps; nothing where it gives others.
+
+    Of what keeps a generator, or an order, of its own, the first sample is another each time.
+    """
+    try:
+        if isinstance(data, IterableDataset) or not _length(data):
+            return
+        with generators_kept(seed=0):
+            first, again = digest_of(data[0]), ""
+        with generators_kept(seed=0):
+            again = digest_of(data[0])
+    except Exception:  # code of the user that reads a sample
+        return
+    if first == again:
+        yield "", first
+        yield from ((name, digest_of(value)) for name, value in _fractions(data, type(data).__name__, DEPTH))
+
+
+def _fractions(one: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield numbers and tensors that are no whole numbers, by where it keeps them."""
+    if isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point() and not one.is_meta):
+        yield name, one.flatten()[:SHOWN] if isinstance(one, Tensor) else one
+    elif depth and isinstance(one, list | tuple):
+        for at, value in enumerate(one[:ROWS]):
+            yield from _fractions(value, f"{name}[{at}]", depth - 1)
+    elif depth and type(one).__module__ != "builtins" and not isinstance(one, nn.Module):
+        for key, value in [*getattr(one, "__dict__", {}).items()][:SHOWN]:
+            yield from _fractions(value, f"{name}.{key}", depth - 1)
 
 
 def _reseeds(data: Any) -> tuple[str, ...]:

@@ -96,6 +96,7 @@ def _told(facts: RunFacts, places: list[Site], optimizers: list[Any], values: di
         loaders=tuple((one.replicas, one.part, one.division, one.data) for one in facts.loaders),
         passes=tuple((one.batches, one.seen.batch_size, one.order) for one in facts.loaders),
         contents=tuple(one.content for one in facts.loaders),
+        held_data=tuple(one.held for one in facts.loaders),
         picks=tuple(one.picked for one in facts.loaders),
         reads=tuple((one.indices, one.samples) for one in facts.loaders),
         modes=_digest(tuple(site.module.training for site in places)),

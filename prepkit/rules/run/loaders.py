@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prepkit.facts.run import PreparedLoader, RunFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import count
+from prepkit.findings.text import count, some
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 from prepkit.rules.run.window import MILDER_TEXT, odd
 
@@ -134,6 +134,17 @@ def _divided_twice(facts: RunFacts) -> Iterator[Hit]:
         elif loader.parts > loader.replicas and loader.parts > facts.world_size:
             what = f"It is divided twice, into {loader.parts} parts, and {facts.world_size} ranks read one each"
             yield Hit(f"loaders[{index}]", f"{what}: the others are never read.")
+
+
+def _apart(facts: RunFacts) -> Iterator[Hit]:
+    for index, _ in enumerate(facts.loaders if not any(_divided_twice(facts)) else ()):
+        held = [dict(rank.held_data[index]) for rank in facts.ranks if index < len(rank.held_data)]
+        if len({one.get("", "") for one in held}) < 2 or not all(held) or _readers(facts) == 1:
+            continue
+        names = [name for name in held[0] if name and len({one.get(name) for one in held}) > 1]
+        if names:
+            what = f"The first sample of its data set is not the same on all ranks, and neither is {some(names)}:"
+            yield Hit(f"loaders[{index}]", f"{what} each rank trains on samples as it has prepared them itself.")
 
 
 def _other_data(facts: RunFacts, index: int) -> Hit:
@@ -292,6 +303,17 @@ RULES: tuple[Rule, ...] = (
             "split_dataset_by_node with a shuffle alone."
         ),
         source=("torch DistributedSampler", "accelerate prepare_data_loader"),
+    ),
+    Rule(
+        id="run.samples-apart",
+        summary="A data set that is divided over ranks gives every rank the same samples.",
+        check=_apart,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Compute it on every rank, or send it to all: in Lightning in setup(), as prepare_data() runs on one rank.",
+        severity=Severity.WARNING,
+        source=("torch DistributedSampler", "Lightning prepare_data"),
     ),
     Rule(
         id="run.samples-odd",

@@ -16,6 +16,7 @@ from prepkit.facts.proof import (
     kinds,
     near,
     norm,
+    own_clip,
     tasks,
     weighted_by_samples,
 )
@@ -72,6 +73,10 @@ _SYNC, _NO_SYNC = ": set_requires_gradient_sync(True)", ": no no_sync()"
 _NOT_BEHIND = "Divide by nothing behind the dist.all_reduce: the loss is divided by the samples of all ranks."
 _AT_END = (
     "Reduce gradients once, behind the last backward of the step, and divide by the ranks once: there, or at the loss."
+)
+_CLIP_ALL = (
+    "Clip by the norm of the whole model: add up the squares of what is a rank's own over the ranks, and those of what "
+    "all hold alike once."
 )
 OF_OTHERS = "divided by the ranks once too often, or what other ranks make of them does not come back"
 _NOWHERE = "Divide by the accumulation in one place, and by the ranks in none: the wrapper averages over them."
@@ -186,7 +191,7 @@ def written(facts: ProofFacts) -> Iterator[str]:
         return
     told, aim = {name for _, names in causes(facts) for name in names}, aim_of(facts)
     if not told and (norm := aim.cut_to()) is not None:
-        yield f"the program has scaled all gradients to a norm of {norm:g}: taken for a clip of its own"
+        yield own_clip(norm)
     changed = [one.name for one in facts.gradients if one.name not in told and aim.as_left(one)]
     if changed:
         where = " alike on all ranks" if facts.world > 1 else ""
@@ -413,12 +418,30 @@ def slopes(facts: ProofFacts) -> Iterator[Hit]:
     One along which the loss does not change at all may stand for another, as of a rounding, and is told beside others.
     """
     found: dict[str, list[str]] = {}
+    if scaled := _scaled(facts):
+        said = f"All gradients are scaled by what the program does with them behind the backward: {scaled}"
+        yield Hit("gradients", f"{said}, of what the average of all ranks' losses changes by.", _CLIP_ALL)
+        return
     wrong = [one for one in facts.slopes if not (_adds_up(facts) and _is_whole(one, facts.world))]
     for one in wrong if any(one.ratios for one in wrong) else ():
         found.setdefault(_sloped(one, facts.world), []).append(_whose(one))
     for why, names in found.items():
         whose = "All gradients are" if len(names) == facts.measured else f"Gradients of {_parameters(names)} are"
         yield Hit(at(names[0].partition(" ")[0]), f"{whose} {why}: {some(names)}.")
+
+
+def _scaled(facts: ProofFacts) -> str:
+    """Return by what each rank has scaled all that it steps; empty: by nothing, or by the number of ranks."""
+    by: dict[int, list[float]] = {}
+    for one in facts.slopes if len(facts.slopes) == facts.measured else ():
+        for rank, ratio in zip(one.ranks, one.ratios, strict=False):
+            by.setdefault(rank, []).append(0.0 if one.turned else ratio)
+    each = {rank: several[0] for rank, several in sorted(by.items())}
+    one_each = all(near(ratio, each[rank]) for rank, several in by.items() for ratio in several)
+    numbers = (0.0, 1 / facts.world, 1.0, facts.world)
+    if not each or not one_each or any(all(near(ratio, number) for ratio in each.values()) for number in numbers):
+        return ""
+    return ", ".join(f"{ratio:.3g} x on rank {rank}" for rank, ratio in each.items())
 
 
 def _adds_up(facts: ProofFacts) -> bool:
