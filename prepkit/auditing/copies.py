@@ -31,12 +31,16 @@ SAMPLE = 1024
 LEAST = 8
 STEPS = 4
 """In so many steps after each other it has followed."""
+OFTEN = 2
+"""In so many it has been moved several times, by which it is meant to be."""
 FOLLOWS = (0.8, 0.99995)
 """The part of its distance that it goes; above it is a copy, which is never quite exact."""
 STRAIGHT = 0.02
 """Of the distance an average may stand beside the way to what it follows."""
 ALIKE = (0.02, 3e-5)
 """By so much of what is left, and so much at all, the parts may differ; of a decay that is warmed up they grow."""
+ROUNDED = 1e-6
+"""By such a part of itself a copy is off that was averaged with what it is a copy of."""
 FAR = 1e3
 """Roundings that a distance has to be, to be measured."""
 
@@ -50,6 +54,12 @@ class Copy:
     before: Tensor
     parts: list[float] = field(factory=list)
     """Of its distance to the weight it has gone, step by step."""
+    seen: Tensor | None = None
+    """As it was at the last backward."""
+    moves: int = 0
+    """Backwards since the last step by which it had come nearer to the weight."""
+    often: int = 0
+    """Steps in a row before which these were several."""
 
 
 @define(eq=False)
@@ -73,6 +83,8 @@ class Copies:
     """By optimizer; None: nothing of it shows what an average does."""
     _told: dict[int, float] = field(factory=dict)
     """By weight the part that a copy of it goes in each step."""
+    _often: dict[int, int] = field(factory=dict)
+    """By weight how often a copy of it goes nearer in each step."""
     _names: dict[int, str] = field(factory=dict)
 
     @contextmanager
@@ -94,8 +106,20 @@ class Copies:
             still=self.norms.told(),
             rounded=self.mixed.rounded(),
             stays=self.stays.told(),
+            often=tuple((self._names.get(key, ""), times) for key, times in self._often.items()),
         )
         return {"following": tuple(found), "averages": kept}
+
+    @torch.no_grad()
+    def goes_backward(self) -> None:
+        """Hears of a backward, by which an average may have been moved since the last one."""
+        followed = () if torch.compiler.is_compiling() else self._followed.values()
+        known = ((one.param(), copy, copy.tensor()) for one in followed if one is not None for copy in one.copies)
+        for param, copy, tensor in known:
+            if param is not None and tensor is not None:
+                here, to = _sample(tensor), _sample(param)
+                nearer = copy.seen is not None and float((here - to).norm()) < float((copy.seen - to).norm())
+                copy.moves, copy.seen = copy.moves + nearer, here
 
     def enters(self, module: Any, *given: Any) -> None:
         """A module is called from outside of any other."""
@@ -131,6 +155,10 @@ class Copies:
             _follows(copy, now, one.before)
             if _is_steady(copy.parts[-STEPS:]):
                 self._told[id(param)] = copy.parts[-1]
+            copy.often = copy.often + 1 if copy.moves > 1 else 0
+            if copy.often >= OFTEN:
+                self._often[id(param)] = copy.moves
+            copy.moves = 0
         if not one.copies and one.looks < MOST_LOOKS:
             one.copies, one.looks = _copies(param, now), one.looks + 1
         one.before = now
@@ -190,7 +218,7 @@ def _copies(param: Tensor, now: Tensor) -> list[Copy]:
         like = not one.is_meta and (one.shape, one.dtype, one.device) == kind and one.is_contiguous()
         plain = like and type(one.data) is Tensor  # not what a compiler traces with
         rests = plain and one.grad_fn is None and (not one.requires_grad or one.grad is None)
-        if rests and one.data_ptr() != param.data_ptr() and torch.equal(_sample(one), now):
+        if rests and one.data_ptr() != param.data_ptr() and torch.allclose(_sample(one), now, rtol=ROUNDED, atol=0.0):
             found.append(Copy(weakref.ref(one), one.shape, now))
     return found[:MOST_COPIES]
 

@@ -26,9 +26,12 @@ from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.terms import graph, name_of
 from prepkit.facts.inputs import InputFacts, PaddingRead
 from prepkit.observe.prepared.around import (
+    Line,
     called_by_program,
     frames_above,
+    in_one_loop,
     line_of_program,
+    lines_of_program,
     nodes_of,
     own_frames,
     parsed,
@@ -126,8 +129,8 @@ class InputCalls:
     _differ: bool = False
     """Whether those of another call were not, of which one is enough."""
     _alike: dict[tuple[str, str, int], None] = field(factory=dict)
-    _own: list[_Draw] = field(factory=list)
-    """Those since then that the program itself has made by torch's common generator."""
+    _own: dict[_Draw, list[Line]] = field(factory=dict)
+    """Those since then that the program itself has made by torch's common generator, and where they stand."""
     noise: str = ""
     """Such a line that has drawn something for each sample of a batch, and no seed for it; empty: there was none."""
 
@@ -210,7 +213,8 @@ class InputCalls:
             draw = _Draw(line=line, shape=drawn.shape, at=drawn.data_ptr(), some=_some_of(drawn), bounds=bounds)
             own = name != "randint" and named.get("generator") is None and called_by_program(frames_above(__file__))
             if own and not _is_made_of_it(frames_above(__file__)):
-                self._own = [*self._own, draw][-MOST:]
+                self._own[draw] = lines_of_program(frames_above(__file__))
+                self._own = dict([*self._own.items()][-MOST:])
             if name.startswith("randn"):
                 self._normal = [*self._normal, draw][-MOST:]
             elif drawn.numel() == len(drawn):
@@ -221,11 +225,12 @@ class InputCalls:
 
     def _beside_data(self, inputs: list[Tensor]) -> str:
         """The line of a draw for each sample of something that was not drawn so, and which is no input itself."""
-        inputs = [one for one in inputs if _is_plain(one)] if self._own else []
-        drawn = {id(one): draw for one in inputs for draw in self._own if draw.shape == one.shape and _holds(one, draw)}
+        inputs, now = [one for one in inputs if _is_plain(one)], lines_of_program(frames_above(__file__))
+        own = [draw for draw, stands in self._own.items() if not _is_before_loop(stands, now)]
+        drawn = {id(one): draw for one in inputs for draw in own if draw.shape == one.shape and _holds(one, draw)}
         sizes = {len(one) for one in inputs if id(one) not in drawn}
         used = [*drawn.values()]
-        return next((one.line for one in self._own if one.shape[0] in sizes and one not in used), "")
+        return next((one.line for one in own if one.shape[0] in sizes and one not in used), "")
 
     def _hears_noised(self, inputs: list[Tensor], outputs: Any, batch: list[Tensor]) -> None:
         """Looks for noise in what a model is given, which says noise of each number, and is told of something else."""
@@ -270,7 +275,7 @@ class InputCalls:
                 self._looks(graph(node))
             self._alike |= dict.fromkeys(self._rows if not self._differ else ())
             self._samples, self._draws, self._normal, self._times, self._noised = 0, [], [], [], []
-            self._rows, self._differ, self._own = [], False, []
+            self._rows, self._differ, self._own = [], False, {}
         return plain(losses, *given, **named)
 
     def _looks(self, every: list[Any]) -> None:
@@ -375,6 +380,13 @@ def _line_of(function: str) -> str:
 
 
 # --- noise ---
+
+
+def _is_before_loop(stands: list[Line], now: list[Line]) -> bool:
+    """Return whether this line goes around in a loop in which those are not, in the innermost function of both."""
+    codes = {code for code, _ in stands}
+    shared = [one for one in now if one[0] in codes]
+    return in_one_loop(shared, shared) and not in_one_loop(shared, stands)
 
 
 def _is_made_of_it(frames: Iterable[FrameType]) -> bool:

@@ -9,17 +9,20 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.auditing.of_trainer import dropped_columns, undivided_loss
 from prepkit.auditing.pixels import Pixels, moved_apart
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.objects import zero3
+from prepkit.objects.alive import alive
 from prepkit.observe.prepared.around import (
     Line,
     frames_above,
@@ -32,6 +35,8 @@ from prepkit.observe.prepared.around import (
 from prepkit.observe.prepared.instead import around_calls
 
 LOW = (torch.bfloat16, torch.float16)
+MOST_CASTS, MOST_INPUTS = 8, 64
+"""Layers at a step, and columns of each, of which a cast that is kept is looked at."""
 BEGINS = ("zeros_", "ones_", "constant_", "normal_", "uniform_", "trunc_normal_")
 """Functions of ``torch.nn.init`` that say nothing of a tensor without elements."""
 MEANT = re.compile(r"requires_grad_\(|\.requires_grad = |is_trainable|freez|frozen")
@@ -49,6 +54,15 @@ class LibraryCalls:
     _casts: bool = False
     """Whether an autocast of low precision was entered."""
 
+    _regions: int = 0
+    """Regions of autocast that are over, and whose casts are forgotten."""
+    _cast_in: int | None = None
+    """In which the last step was made; None: in none that keeps casts."""
+    _asked: weakref.WeakSet[nn.Module] = field(factory=weakref.WeakSet)
+    """Layers whose kept casts were looked at."""
+    _stale: dict[str, None] = field(factory=dict)
+    """Lines that step in a region in which a cast from before the last step is kept."""
+
     _empty: dict[tuple[str, str], None] = field(factory=dict)
     pixels: Pixels = field(factory=Pixels)
 
@@ -57,6 +71,8 @@ class LibraryCalls:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(torch.autocast, "__enter__", self._enters))
+            stack.enter_context(around_calls(torch, "clear_autocast_cache", self._forgets))
+            stack.callback(register_optimizer_step_pre_hook(self._steps).remove)
             stack.enter_context(self.pixels.on())
             for name in BEGINS:
                 stack.enter_context(around_calls(nn.init, name, partial(self._begins, name)))
@@ -94,6 +110,10 @@ class LibraryCalls:
             frozen_adapters=tuple(dict.fromkeys(_frozen_adapters(roots))),
         )
 
+    def told(self) -> dict[str, Any]:
+        """What later steps show, as fields of ``WindowFacts``."""
+        return {"libraries": LibraryFacts(stale_casts=tuple(self._stale))}
+
     def _begins(self, name: str, plain: Any, tensor: Any, *given: Any, **named: Any) -> Any:
         if zero3.is_partitioned(tensor) and not tensor.numel():
             self._empty[name, line_of_program(frames_above(__file__))] = None
@@ -103,6 +123,25 @@ class LibraryCalls:
         if not torch.compiler.is_compiling() and context._enabled and context.fast_dtype in LOW:
             self._casts = True
         return plain(context, *given)
+
+    def _forgets(self, plain: Any) -> None:
+        self._regions += 1
+        plain()
+
+    def _steps(self, optimizer: Any, *_: Any) -> None:
+        """A step of any optimizer begins: in the region of the last one, a cast that is kept may be of before it."""
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        held = {id(one): one for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
+        kind = next((one.device.type for one in held.values()), "cpu")
+        keeps = torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()
+        before, self._cast_in = self._cast_in, self._regions if keeps else None
+        if keeps and before == self._regions:
+            layers = (one for one in alive(nn.Linear) if id(one.weight) in held and one not in self._asked)
+            for layer in islice(layers, MOST_CASTS):
+                self._asked.add(layer)
+                if _is_stale(layer.weight):
+                    self._stale[line_of_program(frames_above(__file__))] = None
 
     def _clipped_past(self, engines: list[Any]) -> str:
         held = {id(param) for engine in engines for param in engine.module.parameters()} if self._clipped else set()
@@ -132,6 +171,16 @@ class LibraryCalls:
             return ""
         trains = (param for root in roots for param in root.parameters() if param.requires_grad)
         return asked if any(param.dtype == torch.float32 for param in trains) and not _turned_off() else ""
+
+
+def _is_stale(weight: nn.Parameter) -> bool:
+    """Return whether autocast computes with another weight than it is: a cast of it that is kept."""
+    if type(weight) is not nn.Parameter or weight.dtype != torch.float32 or weight.is_meta or weight.dim() != 2:
+        return False
+    inputs = min(weight.shape[1], MOST_INPUTS)
+    with torch.enable_grad():  # what is cast without a graph here would be kept so
+        said = nn.functional.linear(torch.eye(inputs, weight.shape[1], device=weight.device), weight).detach()
+    return said.dtype in LOW and not torch.equal(said, weight.detach()[:, :inputs].t().to(said.dtype))
 
 
 def _turned_off() -> bool:

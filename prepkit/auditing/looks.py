@@ -49,6 +49,7 @@ LATER = (
     *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
     *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike", "not-averaged"),
     *("resumed-state", "resumed-samples", "scaled-stepped"),
+    *("average-often", "autocast-stale", "adapter-idle"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"
@@ -116,8 +117,10 @@ class ScriptLooks:
             return
         own = found.facts.parted + found.facts.own_sizes
         own += found.facts.window.cut if found.facts.window is not None else ()
+        steps = stepping(live.optimizers[0])
+        steps.register_step_pre_hook(self._meets)
         self.watched.start(live.model, live.optimizers, live.scheduler, apart=own)
-        stepping(live.optimizers[0]).register_step_pre_hook(self._counts)
+        steps.register_step_pre_hook(self._counts)
 
     def other(self, found: Audit, *, heard: Window) -> None:
         """Takes what is wrong with the gradients of another optimizer, before its own first step.
@@ -173,6 +176,12 @@ class ScriptLooks:
         error = ScriptEnded(why)
         error.audit = self.found
         return error
+
+    def _meets(self, *_: Any) -> None:
+        """All ranks come to a step before any is asked of it: one that has left a step out is behind by then."""
+        if self.watched.steps:
+            self.arrivals.steps()
+            self.arrivals.meet(f"step {self.watched.steps + 1}")
 
     def _counts(self, *_: Any) -> None:
         assert self.found is not None

@@ -106,6 +106,8 @@ class _Root:
 
     frozen: dict[str, weakref.ref[Tensor]]
     adapters: list[_Adapter]
+    known: tuple[str, ...] = ()
+    """Adapters of peft that it had."""
     since: dict[str, tuple[int, Tensor]] = field(factory=dict)
     """Since which step one of the frozen ones has gradients, and some of its numbers then."""
 
@@ -116,6 +118,7 @@ class PhaseWeights:
 
     unheld: dict[LeftBehind, None] = field(factory=dict)
     merged: dict[LeftBehind, None] = field(factory=dict)
+    idle: dict[LeftBehind, None] = field(factory=dict)
     _roots: weakref.WeakKeyDictionary[nn.Module, _Root | None] = field(factory=weakref.WeakKeyDictionary)
 
     def enters(self, module: nn.Module, *_: Any) -> None:
@@ -135,6 +138,10 @@ class PhaseWeights:
             params = {id(param) for param in (model.parameters() if resting else ())}
             if resting and all(id(ref()) in params for one in resting for ref in one.trained):
                 self.merged[_left(model, [one.home for one in resting])] = None
+            if added := [name for name in _adapters(model) if name not in now.known]:
+                now.known += tuple(added)
+                idle = [name for name in added if name not in getattr(model, "active_adapters", added)]
+                self.idle |= {_left(model, idle): None} if idle else {}
 
     def _thaws(self, model: nn.Module, root: _Root, steps: int, courses: Mapping[Any, _Course]) -> None:
         for name, ref in root.frozen.items():
@@ -174,7 +181,12 @@ def _root(model: nn.Module) -> _Root:
         home = next((one for one in _homes(name) if one in beside), "") if param.requires_grad else ""
         if home and (home in found or len(found) < MOST_ADAPTERS):
             found.setdefault(home, _Adapter(home, [], beside[home])).trained.append(weakref.ref(param))
-    return _Root(frozen, [*found.values()])
+    return _Root(frozen, [*found.values()], _adapters(model))
+
+
+def _adapters(model: nn.Module) -> tuple[str, ...]:
+    kind = getattr(sys.modules.get("peft.peft_model"), "PeftModel", ())
+    return tuple(model.peft_config) if isinstance(model, kind) else ()
 
 
 def _homes(name: str) -> list[str]:
@@ -252,6 +264,7 @@ class Phases:
     def told(self) -> dict[str, Any]:
         """What was heard so far, as a field of ``WindowFacts``."""
         left: dict[str, Any] = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
+        left["idle"] = tuple(self.weights.idle)
         left["loose"] = tuple(loose_parameters(self._earlier)) if self._steps == 1 else ()
         left |= {"moments": tuple(self.resumes.moments), "samples": tuple(self.resumes.samples)}
         return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over(), **left)}

@@ -111,6 +111,7 @@ class Computing:
             blended=tuple(self._blended),
             lost_sums=tuple(self._writes.lost.values()),
             written_away=tuple(self._writes.away.values()),
+            unkept=tuple(self._writes.unshards.items()),
         )
 
     def _seeded(self, plain: Any, seed: Any, *given: Any) -> Any:

@@ -176,7 +176,7 @@ class Window:
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
         own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told(), "values": self.values.facts()}
-        rooms = (self.ledger, self.beginnings, self.copies, self.ratios, self.phases)
+        rooms = (self.ledger, self.beginnings, self.copies, self.ratios, self.phases, self.libraries)
         told = {name: one for room in rooms for name, one in room.told().items()}
         return told | own | {"lessons": self.lessons.told()}
 
@@ -226,9 +226,8 @@ class Window:
             overlap=overlap(alive),
             drops_resting=tuple(self.forwards.drop_at_rest(alive, model)),
             cleared=self.cleared if not first or self._emptied & first.keys() else "",
-            **self.told(),
             **self._loaded(optimizer, scheduler),
-            **self._rooms(alive, model, scheduler, optimizer),
+            **(self.told() | self._rooms(alive, model, scheduler, optimizer)),
             rebuilt=self.rebuilt,
             taken=self.taken,
             reentrant=tuple(self.recomputed.without_gradient(first)),
@@ -359,16 +358,16 @@ class Window:
 
     def _backward(self, plain: Any, tensors: Any, *given: Any, **named: Any) -> Any:
         self.backwards += 1
-        self.libraries.goes_backward()
-        self.arrivals.goes_backward()
+        for room in (self.libraries, self.copies, self.arrivals):
+            room.goes_backward()
         self.cleared = self.taken = ""
         given_to = tensors if isinstance(tensors, tuple | list) else (tensors,)
         self.rebuilt = "" if any(map(leads_to_parameter, given_to)) else line_of_program(frames_above(__file__))
         loss = tensors[0] if isinstance(tensors, tuple | list) and tensors else tensors
         self.losses.backward(loss)
         self.forwards.backward(loss)
-        node = getattr(loss, "grad_fn", None)
-        if not _by_a_library() and getattr(loss, "numel", int)() == 1 and type(node).__name__ not in DIVIDES:
+        node = type(getattr(loss, "grad_fn", None)).__name__
+        if not _by_a_library() and getattr(loss, "numel", int)() == 1 and node not in DIVIDES:
             self.undivided = True
         return plain(tensors, *given, **named)
 

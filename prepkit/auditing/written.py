@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_sharded_data_parallel
 
 from prepkit.facts.values import LostSums
 from prepkit.observe.prepared.around import (
@@ -28,6 +29,7 @@ from prepkit.observe.prepared.around import (
     parsed,
 )
 from prepkit.observe.prepared.instead import around_calls
+from prepkit.observe.prepared.reading import digest_of
 
 MOST_LOOKS = 8
 """How often one line is looked at."""
@@ -35,6 +37,8 @@ MOST_HOLDERS = 16
 """Of a tensor with more references somebody keeps one."""
 MOST_INDICES = 1 << 16
 """Of the places that are written at once."""
+MOST_DIGITS = 256
+"""Numbers of a weight by which a write is seen."""
 MOST_PAIRS = 64
 """Values for one place that are compared with each other."""
 COUNTED = re.compile(r"count|hist|freq|num|deg|usage|load", re.IGNORECASE)
@@ -53,6 +57,8 @@ class Writes:
 
     lost: dict[CallPlace, LostSums] = field(factory=dict)
     away: dict[CallPlace, tuple[str, str, str]] = field(factory=dict)
+    unshards: dict[str, tuple[str, ...]] = field(factory=dict)
+    """By line what was written while FSDP1 had put it together, and is thrown away."""
     _looked: Counter[CallPlace] = field(factory=Counter)
     _fewest: int = 0
     """Holders of what nobody keeps, as they are counted where a write is heard."""
@@ -64,6 +70,7 @@ class Writes:
         """Inside, it listens."""
         with ExitStack() as stack:
             stack.enter_context(around_calls(Tensor, "__setitem__", self._sets))
+            stack.enter_context(around_calls(fully_sharded_data_parallel, "_unshard_params", self._unshards))
             for name in IN_PLACE:
                 stack.enter_context(around_calls(Tensor, name, partial(self._changes, name)))
             yield
@@ -79,6 +86,16 @@ class Writes:
                 said = f"{ast.unparse(target)}.{name}"
                 self.away[place_of(frame)] = line_of_program([frame]), said, ast.unparse(target)
         return plain(*given, **named)
+
+    @contextmanager
+    def _unshards(self, plain: Any, module: nn.Module, recurse: bool, writeback: bool, *given: Any) -> Iterator[None]:
+        """FSDP1 puts weights together, and throws away what is written into them where it is told so."""
+        with plain(module, recurse, writeback, *given):
+            before = {} if writeback else {name: _state(param) for name, param in module.named_parameters()}
+            yield
+            after = {name: _state(param) for name, param in module.named_parameters() if name in before}
+            if changed := tuple(name for name, state in after.items() if before[name] != state):
+                self.unshards[line_of_program(frames_above(__file__))] = changed
 
     def _sets(self, plain: Any, *given: Any) -> Any:
         holders = sys.getrefcount(given[0])
@@ -132,6 +149,10 @@ class Writes:
             if bool((one != other).any()) or (added is not None and bool((added == 1).all())):
                 line, instead = line_of_program([frame]), written.adds(*said)
                 self.lost[place] = LostSums(line=line, said=said[2], repeats=len(first), instead=instead)
+
+
+def _state(param: nn.Parameter) -> str:
+    return digest_of(param.detach().flatten()[:MOST_DIGITS])
 
 
 @frozen(eq=False)

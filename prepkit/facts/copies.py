@@ -46,3 +46,5 @@ class AverageFacts:
     still: tuple[StandsStill, ...] = ()
     rounded: tuple[RoundedAway, ...] = ()
     stays: tuple[StaysIn, ...] = ()
+    often: tuple[tuple[str, int], ...] = ()
+    """Weights of which an average is moved several times in each step, and how often; no name: one of the model's."""

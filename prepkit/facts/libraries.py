@@ -25,6 +25,8 @@ class LibraryFacts:
     large."""
     begun_empty: tuple[tuple[str, str], ...] = ()
     """Functions of ``torch.nn.init`` that were given a weight which ZeRO-3 has empty, with their lines."""
+    stale_casts: tuple[str, ...] = ()
+    """Lines that step inside of a region of autocast in which a cast of a weight from before the last step is kept."""
     raw_pixels: tuple[tuple[str, float], ...] = ()
     """First convolutions that are given whole numbers up to 255, and the largest of them."""
     moved_apart: tuple[tuple[str, str, str], ...] = ()

@@ -75,6 +75,8 @@ class PhaseFacts:
     """Weights that were frozen, get gradients now, and that no optimizer steps."""
     merged: tuple[LeftBehind, ...] = ()
     """Modules whose trained weights get gradients no more since a frozen one beside them was written."""
+    idle: tuple[LeftBehind, ...] = ()
+    """Adapters of peft that were added behind a step, and not switched on before the next."""
     loose: tuple[str, ...] = ()
     """Parameters that get gradients, stand in no module, and that no optimizer holds: names with their holders."""
     moments: tuple[OtherMoments, ...] = ()

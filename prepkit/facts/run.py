@@ -147,7 +147,7 @@ class PreparedLoader:
     picked: tuple[str, tuple[int, ...]] = ("", ())
     """Where it is a part of another data set: a digest of that one, and the least indices of what it takes there."""
     held: tuple[tuple[str, str], ...] = ()
-    """Digests of its first sample, under no name, and of fractions that its data set keeps, where it divides one."""
+    """Digests of its first sample, under no name, and of numbers that its data set keeps, where it divides one."""
     sample: OddSample = ""
     """What is wrong in its first sample, where it feeds a causal language model."""
     indices: str = ""

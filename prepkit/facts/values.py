@@ -57,6 +57,8 @@ class ValueFacts:
     blended: tuple[str, ...] = ()
     """Lines that make whole numbers of means of whole numbers, as of classes that were interpolated."""
     lost_sums: tuple[LostSums, ...] = ()
+    unkept: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Lines inside of which weights were written that FSDP1 had put together, and does not write back, with those."""
     written_away: tuple[tuple[str, str, str], ...] = ()
     """Lines that write to a copy that nobody holds: the line, what it writes to, and what makes the copy."""
 

@@ -64,6 +64,8 @@ class Reached:
     """Calls of a wrapper that was told to average nothing, as by ``no_sync()``."""
     skipped: int = 0
     """Steps that its scaler has left out."""
+    steps: int = 0
+    """Those that it has taken."""
 
 
 @define
@@ -100,6 +102,10 @@ class Arrivals:
         """A scaler has stepped, or has left the step out, as gradients of this rank are not finite."""
         if scaler.is_enabled() and any(map(float, scaler._found_inf_per_device(optimizer).values())):
             self._tell(evolve(self.done, skipped=self.done.skipped + 1))
+
+    def steps(self) -> None:
+        """Take note of a step that is over."""
+        self._tell(evolve(self.done, steps=self.done.steps + 1))
 
     def ends(self, how: str) -> None:
         """The script of this rank has come to an end, or to something that ends it."""
@@ -370,10 +376,11 @@ class Handed:
 
 
 def _said(done: Reached) -> str:
-    calls, backwards = count(done.calls, "time"), count(done.backwards, "time")
     alone = f" ({done.alone} inside no_sync())" * bool(done.alone)
     left = f", and its GradScaler has left out {count(done.skipped, 'step')}" * bool(done.skipped)
-    return f"has called a model {calls}{alone} and gone backward {backwards}{left}"
+    each = [f"called a model {count(done.calls, 'time')}{alone}", f"gone backward {count(done.backwards, 'time')}"]
+    each += [f"stepped {count(done.steps, 'time')}"] * bool(done.steps)
+    return f"has {', '.join(each[:-1])} and {each[-1]}{left}"
 
 
 def _read(peers: Peers, rank: int) -> Reached:

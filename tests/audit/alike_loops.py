@@ -139,8 +139,19 @@ def noised(rank: int, *, seeded: bool) -> None:
     samples = torch.randn(16, WIDE, generator=torch.Generator().manual_seed(5 + rank))
     if seeded:
         torch.manual_seed(20 + rank)
-    noise = torch.randn_like(samples)
-    taken(model, adam(model), fn.mse_loss(model(samples + 0.3 * noise), noise))
+    for _ in range(1):
+        noise = torch.randn_like(samples)
+        taken(model, adam(model), fn.mse_loss(model(samples + 0.3 * noise), noise))
+
+
+def mixtures_that_ranks_share(rank: int, world: int) -> None:
+    """What samples are made of was drawn once, as many as a batch has samples."""
+    torch.manual_seed(0)
+    model, atoms = nn.parallel.DistributedDataParallel(nn.Linear(WIDE, WIDE)), torch.randn(16, WIDE)
+    own = torch.Generator().manual_seed(5 + rank)
+    for _ in range(1):
+        samples = torch.randn(16, 16, generator=own) @ atoms
+        taken(model, adam(model), fn.mse_loss(model(samples), samples))
 
 
 class Coded(nn.Module):
@@ -237,5 +248,13 @@ RIGHT_ALIKE: tuple[Loop, ...] = (
     *(Loop(run) for run in (labels_kept, shuffled_classes, two_classes, stream_with_rare_classes, one_token)),
     *(Loop(run) for run in (first_of_candidates, maps_of_one_class, made_ones_beside_classes)),
     *(Loop(run, ranks=2) for run in (own_episodes, own_labels_of_one_graph, noise_by_rank, whole_batch_for_a_check)),
-    *(Loop(run, ranks=2) for run in (table_that_ranks_share, scaled_on_every_rank, other_actions_on_the_same_states)),
+    *(
+        Loop(run, ranks=2)
+        for run in (
+            table_that_ranks_share,
+            mixtures_that_ranks_share,
+            scaled_on_every_rank,
+            other_actions_on_the_same_states,
+        )
+    ),
 )

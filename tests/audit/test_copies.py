@@ -303,3 +303,24 @@ def test_an_average_with_itself_is_told_behind_the_first_step(mix: Mix) -> None:
 )
 def test_an_average_that_lies_elsewhere_has_nothing(train: Train) -> None:
     assert found(train, 4) == (4, [])
+
+
+@pytest.mark.parametrize("moved", ["each micro-batch", "each step", "away"])
+def test_an_average_that_is_moved_at_each_micro_batch_is_told(moved: str) -> None:
+    def train() -> None:
+        torch.manual_seed(0)
+        model = layers()
+        teacher = copy.deepcopy(model).requires_grad_(requires_grad=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for at, (x, _) in enumerate(batches()):
+            fn.mse_loss(model(x + 0.1), teacher(x)).backward()
+            steps = at % 4 == 3
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            if steps or moved in ("each micro-batch", "away"):
+                with torch.no_grad():
+                    for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+                        old.lerp_(new, -0.2 if moved == "away" else 0.2)
+
+    assert ("run.average-often" in found(train, 5)[1]) == (moved == "each micro-batch")

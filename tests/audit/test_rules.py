@@ -159,6 +159,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.trainer-undivided": told(undivided=("forward", "train.py:31", 8)),
     "run.column-dropped": told(dropped=(("train.py:31", "weight"),)),
     "run.moved-apart": told(moved_apart=(("data.py:31", "image", "mask"),)),
+    "run.autocast-stale": told(stale_casts=("train.py:9",)),
     "run.pixels-raw": told(raw_pixels=(("Net.enter", 255.0),)),
     "run.view-permutes": computed(permuted=(SCRAMBLED, evolve(SCRAMBLED, before=(4, 3), after=(3, 4), order=(1, 0)))),
     "run.sums-lost": computed(
@@ -171,7 +172,8 @@ BROKEN: dict[str, RunFacts] = {
         written_away=(
             ("data.py:69", "boxes[at, row][:, :2]", "boxes[at, row]"),
             ("data.py:71", "boxes[kept][0]", "boxes[kept]"),
-        )
+        ),
+        unkept=(("train.py:36", ("decoder.weight",)),),
     ),
     "run.cast-to-nothing": computed(emptied=(("train.py:9", "long"),)),
     "run.orphans": with_optimizer(held=NAMES[1:], orphans=((4, 4),)),
@@ -450,6 +452,7 @@ BROKEN: dict[str, RunFacts] = {
         FINE, window=WindowFacts(following=(Following(name="0.weight", part=0.999), Following(name="", part=0.9)))
     ),
     "run.unfrozen-unheld": evolve(FINE, window=WindowFacts(phases=PhaseFacts(unheld=(LEFT,)))),
+    "run.adapter-idle": evolve(FINE, window=WindowFacts(phases=PhaseFacts(idle=(LEFT,)))),
     "run.merged-trained": evolve(FINE, window=WindowFacts(phases=PhaseFacts(merged=(LEFT,)))),
     "run.resumed-state": evolve(FINE, window=WindowFacts(phases=PhaseFacts(moments=(OTHER_MOMENTS,)))),
     "run.resumed-samples": evolve(FINE, window=WindowFacts(phases=PhaseFacts(samples=(OTHER_SAMPLES,)))),
@@ -463,6 +466,7 @@ BROKEN: dict[str, RunFacts] = {
             averages=AverageFacts(rounded=(RoundedAway(line="train.py:9", dtype="bfloat16", share=0.4),))
         ),
     ),
+    "run.average-often": evolve(FINE, window=WindowFacts(averages=AverageFacts(often=(("0.weight", 4), ("", 2))))),
     "run.average-stays": evolve(
         FINE, window=WindowFacts(averages=AverageFacts(stays=(StaysIn(line="train.py:9", model="Net"),)))
     ),

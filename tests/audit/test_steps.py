@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributions import Categorical
 from torch.nn import functional as fn
 
@@ -17,6 +20,7 @@ from prepkit.auditing.script import audit_run
 from tests.audit.lessons_loops import FOUND_OUT, NOT_FOUND_OUT
 from tests.audit.test_script import Auditor
 from tests.support.fork_server import ForkServers
+from tests.support.gang import Gang
 
 STEPS = 8
 Train = Callable[[], None]
@@ -665,3 +669,78 @@ def test_what_was_found_before_a_script_ends_is_said(run: Auditor) -> None:
 def test_a_proof_has_steps_of_its_own(run: Auditor) -> None:
     code, _, err = run(ENDS, "--steps", "9", "--prove", "train.py")
     assert (code, "give --steps without it" in err) == (2, True)
+
+
+@pytest.mark.parametrize("around", ["the loop", "each forward", "nothing kept", "no layer"])
+def test_a_region_of_autocast_over_several_steps_is_told(around: str) -> None:
+    """Whose casts of weights are those of before the first step."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        trained = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 4)) if around != "no layer" else nn.Embedding(8, 4)
+        optimizer = torch.optim.AdamW(trained.parameters(), 1e-2)
+        whole, each = (torch.autocast("cpu", torch.bfloat16, cache_enabled=around != "nothing kept") for _ in range(2))
+        with nullcontext() if around == "each forward" else whole:
+            for _, y in batches():
+                with each if around == "each forward" else nullcontext():
+                    loss = fn.cross_entropy(trained(torch.arange(len(y))), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+    assert found(train, 1) == (1, [])
+    assert found(train) == (STEPS, ["run.autocast-stale"] if around == "the loop" else [])
+
+
+@pytest.mark.parametrize("then", ["idle", "switched on", "before", "the first goes on beside it"])
+def test_an_adapter_that_is_added_behind_a_training_and_not_switched_on_is_told(then: str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def train() -> None:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["0"])
+        adapted = peft.get_peft_model(layers(), config, adapter_name="one")
+        if then == "before":
+            adapted.add_adapter("other", config)
+        for part in range(2):
+            if part and then != "before":
+                adapted.add_adapter("other", config)
+                if then != "idle":
+                    adapted.base_model.set_adapter(["one", "other"] if "goes on" in then else "other")
+            optimizer = torch.optim.AdamW([one for one in adapted.parameters() if one.requires_grad], 1e-3)
+            for x, y in batches()[:4]:
+                optimizer.zero_grad()
+                fn.cross_entropy(adapted(x), y).backward()
+                optimizer.step()
+
+    assert ("run.adapter-idle" in found(train)[1]) == (then == "idle")
+
+
+def written_together(rank: int, world: int, *, back: bool, writes: bool) -> list[list[str]]:
+    """What is said on this rank of weights of FSDP1 that are written, or read, where they are whole."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = FullyShardedDataParallel(layers(), device_id=torch.device("cpu"), use_orig_params=True)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for x, y in batches()[:4]:
+            optimizer.zero_grad()
+            fn.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            with FullyShardedDataParallel.summon_full_params(model, writeback=back), torch.no_grad():
+                norm = model.module[0].weight.norm(dim=0, keepdim=True)
+                if writes:
+                    model.module[0].weight.div_(norm)
+
+    audit = audit_run(train, steps=3)
+    assert audit is not None
+    return [[one.rule, one.what] for one in audit.findings if one.severity.value != "note"]
+
+
+@pytest.mark.parametrize(("back", "writes"), [(False, True), (True, True), (False, False)])
+def test_what_is_written_into_whole_weights_of_fsdp1_and_thrown_away_is_told(
+    gang2: Gang, *, back: bool, writes: bool
+) -> None:
+    for said in gang2.run(partial(written_together, back=back, writes=writes), timeout=60):
+        told = [what for rule, what in said if rule == "run.written-away"]
+        assert [("0.weight" in one, "writeback=False" in one) for one in told] == [(True, True)] * (writes and not back)

@@ -57,6 +57,20 @@ loss.backward()
 dist.barrier(other)
 optimizer.step()
 """
+ONE_LEAVES_A_STEP_OUT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for at in range(6):
+    model(torch.randn(2, 4)).square().sum().backward()
+    if at != 2 or dist.get_rank() == 0:
+        optimizer.step()
+    optimizer.zero_grad()
+"""
 SLOW = "import time; time.sleep(13 * dist.get_rank())  # as one rank reads a large file"
 
 
@@ -92,11 +106,11 @@ def test_a_script_that_fails_gives_three(tmp_path: Path, forked_torchrun: list[R
     assert "OSError: gone" in "".join(one.err for one in forked_torchrun)
 
 
-def _hangs(folder: Path, text: str) -> str:
+def _hangs(folder: Path, text: str, *options: str) -> str:
     """What is written of a script that would hang until gloo gives up, after half an hour."""
     (folder / "train.py").write_text(text)
     began = time.monotonic()
-    done = python("-m", "prepkit", "audit", "--torchrun", "2", str(folder / "train.py"), TMPDIR=str(folder))
+    done = python("-m", "prepkit", "audit", "--torchrun", "2", *options, str(folder / "train.py"), TMPDIR=str(folder))
     assert time.monotonic() - began < 90.0
     assert done.returncode == 3, done.stderr
     return done.stderr
@@ -106,6 +120,13 @@ def test_a_rank_that_waits_in_a_backward_for_one_without_sync_is_named(tmp_path:
     said = _hangs(tmp_path, ONE_WITHOUT_SYNC)
     assert "Rank 0 has come to its first step, and rank 1 has not" in said
     assert "rank 0 has called a model 1 time (1 inside no_sync())" in said
+    assert re.search(r"Rank 1 has waited for other ranks for 1\d s, in backward \(train.py:10\)", said), said
+
+
+def test_a_rank_that_leaves_out_a_later_step_is_named_and_not_asked_in_another(tmp_path: Path) -> None:
+    said = _hangs(tmp_path, ONE_LEAVES_A_STEP_OUT, "--steps", "6")
+    assert "Rank 0 has come to step 3, and rank 1 has not: rank 1 has called a model 4 times, gone backward" in said
+    assert "rank 0 has called a model 3 times, gone backward 3 times and stepped 2 times" in said
     assert re.search(r"Rank 1 has waited for other ranks for 1\d s, in backward \(train.py:10\)", said), said
 
 

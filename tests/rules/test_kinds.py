@@ -59,7 +59,8 @@ WARNINGS = _ids(
         "loss-divided clipped-late clipped-between gathered-apart unwaited loss-kept pairs-misplaced "
         "skip-kept new-tokens-frozen judged-alike average-itself "
         "term-overwritten average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained "
-        "resumed-state resumed-samples samples-apart",
+        "resumed-state resumed-samples samples-apart "
+        "average-often autocast-stale adapter-idle",
     }
 )
 """What is said, and refuses nothing."""

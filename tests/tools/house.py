@@ -183,7 +183,7 @@ def counts() -> tuple[Count, ...]:
     members = [name for name in dir(Prepared) if not name.startswith("_")]
     return (
         Count(what="files of the package", now=len(lines), before=526, ceiling=511),
-        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=102_900),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=103_100),
         Count(what="functions", now=functions, before=3_650),
         Count(what="lines of the longest file", now=max(lines), before=513),
         Count(

@@ -62,7 +62,7 @@ def prepared_loader(loader: Any, config: Any = None) -> PreparedLoader:
 
 
 def _held(data: Any) -> Iterator[tuple[str, str]]:
-    """Yield digests of its first sample, under no name, and of fractions that it keeps; nothing where it gives others.
+    """Yield digests of its first sample, under no name, and of numbers that it keeps; nothing where it gives others.
 
     Of what keeps a generator, or an order, of its own, the first sample is another each time.
     """
@@ -77,19 +77,21 @@ def _held(data: Any) -> Iterator[tuple[str, str]]:
         return
     if first == again:
         yield "", first
-        yield from ((name, digest_of(value)) for name, value in _fractions(data, type(data).__name__, DEPTH))
+        yield from ((name, digest_of(value)) for name, value in _numbers(data, type(data).__name__, DEPTH))
 
 
-def _fractions(one: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield numbers and tensors that are no whole numbers, by where it keeps them."""
+def _numbers(one: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield numbers and tensors that are no whole numbers, and numbers of words, by where it keeps them."""
     if isinstance(one, float) or (isinstance(one, Tensor) and one.is_floating_point() and not one.is_meta):
         yield name, one.flatten()[:SHOWN] if isinstance(one, Tensor) else one
+    elif type(one) is dict and one and all(type(key) is str and type(value) is int for key, value in one.items()):
+        yield name, sorted(one.items())
     elif depth and isinstance(one, list | tuple):
         for at, value in enumerate(one[:ROWS]):
-            yield from _fractions(value, f"{name}[{at}]", depth - 1)
+            yield from _numbers(value, f"{name}[{at}]", depth - 1)
     elif depth and type(one).__module__ != "builtins" and not isinstance(one, nn.Module):
         for key, value in [*getattr(one, "__dict__", {}).items()][:SHOWN]:
-            yield from _fractions(value, f"{name}.{key}", depth - 1)
+            yield from _numbers(value, f"{name}.{key}", depth - 1)
 
 
 def _reseeds(data: Any) -> tuple[str, ...]:

@@ -47,6 +47,14 @@ def _rounded(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} looked at stand still in each update, which rounding loses, far from the weights.")
 
 
+def _often(facts: RunFacts) -> Iterator[Hit]:
+    for name, times in _averages(facts).often:
+        what = (
+            f"The average {f'of `{name}` ' if name else ''}is moved {times} times in each step, as at each micro-batch"
+        )
+        yield Hit(name or "model", f"{what}: it forgets by decay ** {times} in a step.")
+
+
 def _stays(facts: RunFacts) -> Iterator[Hit]:
     for one in _averages(facts).stays:
         what = f"`{one.model}` is evaluated with an average of its weights in it, and trains on from there: each"
@@ -99,6 +107,15 @@ RULES: tuple[Rule, ...] = (
         check=_rounded,
         at=(Moment.AUDIT,),
         fix="Keep the average in float32: average = param.detach().float().clone().",
+        severity=Severity.WARNING,
+        source=("torch AveragedModel",),
+    ),
+    Rule(
+        id="run.average-often",
+        summary="An average of weights is moved once in a step.",
+        check=_often,
+        at=(Moment.AUDIT,),
+        fix="Move it behind the optimizer's step alone, not behind each micro-batch of it.",
         severity=Severity.WARNING,
         source=("torch AveragedModel",),
     ),

@@ -33,6 +33,12 @@ def _casts_nothing(facts: RunFacts) -> Iterator[Hit]:
         yield Hit("model", f"{what}: all is computed in float32.")
 
 
+def _casts_old(facts: RunFacts) -> Iterator[Hit]:
+    for line in _asked(facts).stale_casts:
+        what = "Steps are made inside of one region of autocast, which keeps the casts of weights until it is left"
+        yield Hit(line, f"{what}: each forward computes with the weights of before the first step.")
+
+
 def _adapts_nothing(facts: RunFacts) -> Iterator[Hit]:
     for place in _asked(facts).frozen_adapters:
         yield Hit("model", f"`{place}` is in training mode, and all of its adapters are frozen: they learn nothing.")
@@ -93,6 +99,15 @@ RULES: tuple[Rule, ...] = (
         fix="Call what accelerator.prepare(model) gives, or write `with accelerator.autocast():` around the forward.",
         severity=Severity.WARNING,
         source=("accelerate Accelerator.autocast",),
+    ),
+    Rule(
+        id="run.autocast-stale",
+        summary="No region of autocast goes on over a step.",
+        check=_casts_old,
+        at=(Moment.AUDIT,),
+        fix="Write `with torch.autocast(...):` around the forward and the loss alone, inside of the loop.",
+        severity=Severity.WARNING,
+        source=("torch autocast cache_enabled",),
     ),
     Rule(
         id="run.adapters-frozen",

@@ -311,7 +311,10 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.AUDIT,),
         needs=(Need.LOADERS, Need.RANKS),
         cost="a share of the one exchange over the ranks that the moment makes",
-        fix="Compute it on every rank, or send it to all: in Lightning in setup(), as prepare_data() runs on one rank.",
+        fix=(
+            "Compute it on every rank from the same, or send it to all: in Lightning in setup(), as prepare_data() "
+            "runs on one rank; of a set write sorted(words), as its order is another in each process."
+        ),
         severity=Severity.WARNING,
         source=("torch DistributedSampler", "Lightning prepare_data"),
     ),

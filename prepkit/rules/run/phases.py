@@ -29,6 +29,12 @@ def _merged(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} beside it was written: an adapter that is merged does not train.")
 
 
+def _idle(facts: RunFacts) -> Iterator[Hit]:
+    for one in _phases(facts).idle:
+        what = f"The adapter `{one.name}` was added to {one.model}, which had trained before, and is not switched on"
+        yield Hit(one.line, f"{what}: this steps the adapter of before.")
+
+
 def _other_moments(facts: RunFacts) -> Iterator[Hit]:
     for one in _phases(facts).moments:
         what = f"The weights that {one.optimizer} goes on with are those of step {one.step}, and the `{one.key}` of"
@@ -70,6 +76,15 @@ RULES: tuple[Rule, ...] = (
         fix="Call model.unmerge_adapter() behind the evaluation, before the next batch to train on.",
         severity=Severity.WARNING,
         source=("peft merge_adapter",),
+    ),
+    Rule(
+        id="run.adapter-idle",
+        summary="An adapter that is added behind a training is switched on before the next.",
+        check=_idle,
+        at=(Moment.AUDIT,),
+        fix='Call model.set_adapter("name") behind add_adapter("name", config), before the optimizer is made.',
+        severity=Severity.WARNING,
+        source=("peft PeftModel.add_adapter",),
     ),
     Rule(
         id="run.resumed-state",

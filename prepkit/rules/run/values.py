@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from prepkit.facts.run import RunFacts
 from prepkit.facts.values import ValueFacts
 from prepkit.findings import Severity
+from prepkit.findings.text import some
 from prepkit.rules.rule import Hit, Moment, Rule
 
 
@@ -70,6 +71,11 @@ def _away(facts: RunFacts) -> Iterator[Hit]:
         fix = f"Write what the method gives back: {copy} = {said}(...)." if rest.endswith("_") else fix
         what = f"`{said}` is written in a copy that `{copy}` makes and nobody keeps: what it was taken from stays as it"
         yield Hit(line, f"{what} was.", fix)
+    for line, names in _values(facts).unkept:
+        were = f"{some(names)} {'was' if len(names) == 1 else 'were'} written inside of"
+        what = f"{were} summon_full_params(..., writeback=False), which throws that away"
+        fix = "Write writeback=True, as it is where nothing is said."
+        yield Hit(line, f"{what}: the weights stay as they were.", fix)
 
 
 RULES: tuple[Rule, ...] = (
