@@ -70,7 +70,7 @@ def _held(data: Any) -> Iterator[tuple[str, str]]:
         if isinstance(data, IterableDataset) or not _length(data):
             return
         with generators_kept(seed=0):
-            first, again = digest_of(data[0]), ""
+            first = digest_of(data[0])
         with generators_kept(seed=0):
             again = digest_of(data[0])
     except Exception:  # code of the user that reads a sample
