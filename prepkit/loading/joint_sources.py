@@ -92,6 +92,8 @@ class DispatchedSource:
     parts: int
     part: int
     tail: Tail
+    draws: bool = False
+    """Whether the ranks that read nothing draw a number where a pass begins, as torch's loader does on rank 0."""
 
     @property
     def loader(self) -> Any:
@@ -103,6 +105,8 @@ class DispatchedSource:
         ranks = ranks_of(self.group)
         parts = ranks.gather(self.part)
         source = self._all_parts(epoch, consumed) if ranks.is_first else None
+        if source is None and self.draws:
+            torch.empty((), dtype=torch.int64).random_()
         while True:
             reads, error = None, None
             try:

@@ -168,7 +168,9 @@ class StreamSource:
             yield
 
     def length(self) -> int:
-        """Batches of a whole pass. Raises ``TypeError`` where nobody knows."""
+        """Batches of a whole pass. Raises ``TypeError`` where nobody knows: of workers each divides what it gives."""
+        if self.divided is not None and self.loader.num_workers > 1:
+            raise TypeError("a stream that is divided has no length of its own where several workers read it")
         return len(self.loader)
 
     def consumed(self, batches: int) -> int:

@@ -15,7 +15,7 @@ from attrs import frozen
 from torch.utils.data import IterableDataset, get_worker_info
 
 from prepkit.loading.draws import drawn, set_epoch, with_own_generators
-from prepkit.loading.rounds import Share, Tail, rounds
+from prepkit.loading.rounds import Share, Tail, length, rounds
 
 
 class BatchRead(NamedTuple):
@@ -63,8 +63,11 @@ class StreamPart(IterableDataset[Share]):
                 yield shares[self.part]
 
     def __len__(self) -> int:
-        """As torch's loader asks; raises ``TypeError`` where the stream has no length."""
-        raise TypeError("a stream that is divided has no length of its own")
+        """Rounds of a whole pass that one process reads. Raises ``TypeError`` where the stream has no length."""
+        count = len(self.stream)
+        if self.size is None:
+            return length(count, 0, self.parts, self.tail, size=None)
+        return length(0, count - count % self.size * self.drop_last, self.parts, self.tail, size=self.size)
 
     def _batches(self, stream: Any) -> Iterator[list[Any]]:
         """Lists of samples; of a stream that yields whole batches each is a list of its own."""

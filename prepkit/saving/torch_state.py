@@ -71,16 +71,19 @@ def filled(
         for group, before in zip(nested.get("optimizer", {}).get("param_groups", ()), groups, strict=False):
             known = {key: value for key, value in before.items() if key in group or key == "initial_lr"}
             group.update({key: value for key, value in known.items() if key != "params"})
-        set_state_dict(
-            model,
-            optimizer if optimizer is not None else (),
-            model_state_dict=nested["model"],
-            optim_state_dict=nested.get("optimizer", {}),
-        )
+        if nested["model"]:
+            set_state_dict(
+                model,
+                optimizer if optimizer is not None else (),
+                model_state_dict=nested["model"],
+                optim_state_dict=nested.get("optimizer", {}),
+            )
         _forget(model, optimizer, empty)
 
 
 def _nested(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    if optimizer is None and not model.state_dict():  # of which torch asks the process group
+        return {"model": {}}
     params, stepped = get_state_dict(model, optimizer if optimizer is not None else ())
     return {"model": params, **({"optimizer": stepped} if optimizer is not None else {})}
 

@@ -567,3 +567,70 @@ def test_under_deepspeed_clipping_is_that_of_its_config_and_has_to_agree_with_th
         assert norms[1] > 0.5
         assert "its config says gradient_clipping 0.5, by the 2-norm; write the same number" in other
         assert 'write "gradient_clipping": 0.7 into its config' in none
+
+
+# --- what was asked, and what is told --------------------------------------------------------------------------------
+
+
+def test_what_was_asked_of_loaders_is_told_as_accelerate_tells_it(accelerator: Accelerator) -> None:
+    theirs = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+    for name in (*names, "device_placement", "use_stateful_dataloader", "distributed_type"):
+        assert getattr(accelerator, name) == getattr(theirs, name), name
+    assert str(accelerator.distributed_type) == str(theirs.distributed_type) == "DistributedType.NO"
+    assert accelerator.distributed_type is theirs.distributed_type
+    assert "DistributedType.NO\n" in repr(accelerator.state)
+    asked = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    assert not asked.even_batches
+    asked.end_training()
+
+
+def test_a_loss_without_weights_that_is_prepared_is_saved_and_loaded(accelerator: Accelerator, tmp_path: Path) -> None:
+    model, optimizer, loss = accelerator.prepare(*tools(), torch.nn.MSELoss())
+    for _ in range(2):
+        accelerator.backward(loss(model(torch.ones(2, 4)), torch.zeros(2, 1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    saved = model.weight.detach().clone()
+    accelerator.save_state(str(tmp_path / "state"))
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(model.weight, saved)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 24
+
+
+def lengths(rank: int, world: int) -> list[tuple[int, int]]:
+    """What loaders over a stream of known length say, and how many batches they give."""
+    found = []
+    for size, drop in ((4, False), (5, False), (5, True), (None, False)):
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Sized(), batch_size=size, drop_last=drop))
+        found.append((len(loader), len(list(loader))))
+    with pytest.raises(TypeError, match="several workers"):
+        len(accelerator.prepare(DataLoader(Sized(), batch_size=4, num_workers=2)))
+    return found
+
+
+def test_a_stream_of_known_length_that_is_divided_has_one(gang2: Gang) -> None:
+    for found in gang2.run(lengths, timeout=60):
+        assert [said for said, _ in found] == [given for _, given in found] == [3, 3, 2, 12]
+
+
+def drawn_beside_dispatched(rank: int, world: int) -> list[float]:
+    torch.manual_seed(0)
+    asked = DataLoaderConfiguration(dispatch_batches=True)
+    loader = Accelerator(cpu=True, dataloader_config=asked).prepare(DataLoader(Stream(), batch_size=4))
+    return [float(torch.rand(())) for _ in loader]
+
+
+def test_ranks_that_get_dispatched_batches_draw_what_rank_0_draws(gang2: Gang) -> None:
+    mine, others = gang2.run(drawn_beside_dispatched, timeout=60)
+    assert mine == others
+    torch.manual_seed(0)
+    torch.empty((), dtype=torch.int64).random_()  # as torch's loader, where a pass begins
+    assert mine == [float(torch.rand(())) for _ in range(3)]

@@ -29,6 +29,9 @@ from prepkit.plan import Plan
 from prepkit.training import export
 from prepkit.training.prepared import Prepared
 
+_ASKED = {"device_placement": True, "split_batches": False, "dispatch_batches": None, "even_batches": True}
+_ASKED |= dict.fromkeys(("use_seedable_sampler", "non_blocking", "use_stateful_dataloader"), False)
+"""What was asked of loaders, under the names that accelerate's ``Accelerator`` has for it; where it was not asked."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -113,6 +116,8 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and "state" in vars(self) and hasattr(self.state, name):
             return getattr(self.state, name)
+        if name in _ASKED and "dataloader_config" in vars(self):
+            return getattr(self.dataloader_config, name, self._arguments.get(name, _ASKED[name]))
         if name in OTHERWISE:
             raise NotOffered(f"accelerator.{name}", OTHERWISE[name])
         raise AttributeError(str(NotOffered(f"accelerator.{name}", "use prepkit's own calls")))

@@ -15,6 +15,7 @@ from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.compat.accelerate.operations import synchronize_rng_states
 from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, Intent, Mesh, ShardLoaders, Single
+from prepkit.loading.joint_sources import DispatchedSource
 from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource
 from prepkit.ranks import launcher
@@ -69,8 +70,13 @@ def share_generators(config: Config, loaders: Iterable[Any]) -> None:
 
 
 def read_ahead(loaders: Iterable[Any]) -> None:
-    """Lets them read a batch before the one in use is given, so that random numbers are drawn as under accelerate."""
+    """Lets them read a batch before the one in use is given, so that random numbers are drawn as under accelerate.
+
+    Of what rank 0 reads for all the others draw as many.
+    """
     for source in (loader.source for loader in loaders if isinstance(loader, Loader)):
+        if isinstance(source, DispatchedSource):
+            source.draws = True
         inner = getattr(source, "inner", source)  # what rank 0 reads for all
         if isinstance(inner, IndexedSource):  # others do so anyway
             inner.ahead = True

@@ -42,7 +42,8 @@ class State:
         self.local_process_index = launcher.from_launcher(launcher.LOCAL_RANK, 0) or 0
         self.device = torch.device(kind) if kind in ("cpu", "mps") else torch.device(kind, self.local_process_index)
         by_device = {"cuda": "MULTI_GPU"}.get(kind, f"MULTI_{kind.upper()}") if self.num_processes > 1 else "NO"
-        self.distributed_type = next((word for one, word in _ENGINES if isinstance(config.engine, one)), by_device)
+        word = next((word for one, word in _ENGINES if isinstance(config.engine, one)), by_device)
+        self.distributed_type = theirs.kind_of(word)
         self.debug = False  # without effect: the ranks compare the shapes of what they send in any case
         if self.device.type in group.BACKENDS:
             group.join(self.device, config.timeout_s)  # as accelerate does: a script may talk before it prepares
@@ -51,7 +52,8 @@ class State:
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
-            f"Distributed environment: DistributedType.{self.distributed_type}{backend}\n"
+            f"Distributed environment: DistributedType.{getattr(self.distributed_type, 'value', self.distributed_type)}"
+            f"{backend}\n"
             f"Num processes: {self.num_processes}\nProcess index: {self.process_index}\n"
             f"Local process index: {self.local_process_index}\nDevice: {self.device}\n\n"
             f"Mixed precision type: {self.mixed_precision}\n"

@@ -36,6 +36,11 @@ def name(wanted: str) -> Any:
     return getattr(module, wanted) if hasattr(module, wanted) else getattr(import_module("accelerate.utils"), wanted)
 
 
+def kind_of(word: str) -> Any:
+    """The member of accelerate's ``DistributedType``, which is a text too; the text alone where it is not installed."""
+    return word if find_spec("accelerate") is None else import_module("accelerate.state").DistributedType(word)
+
+
 def tell(state: Any) -> None:
     """Put who this process is, and what was asked for, into accelerate's own state, where it is installed."""
     if find_spec("accelerate") is None:
@@ -46,7 +51,7 @@ def tell(state: Any) -> None:
         "backend": state.backend,
         "debug": False,
         "device": state.device,
-        "distributed_type": theirs.DistributedType(state.distributed_type),
+        "distributed_type": state.distributed_type,
         "fork_launched": False,
         "local_process_index": state.local_process_index,
         "num_processes": state.num_processes,
