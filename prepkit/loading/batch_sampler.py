@@ -86,7 +86,7 @@ class RankBatches:
     def __iter__(self) -> Iterator[Any]:
         self.shares, self.began = deque(), 0
         self.renew()
-        return self._yield(self.shares, self._of_part(iter(self._drawn()), self.start))
+        return self._yield(self.shares, self._of_part(iter(self._drawn()), self.start), self.resumed)
 
     def renew(self) -> None:
         """Takes the batch size that ``given`` has now, as torch's loader does when a pass begins.
@@ -153,7 +153,7 @@ class RankBatches:
 
         That of a resumed pass is drawn as it was then.
         """
-        again, self.resumed = self.resumed, None
+        again = self.resumed
         self.drawing, self.drew = again or Drawing.of(self.order), False
         with nullcontext() if again is None else again.again(self.order):
             order = iter(self.order)
@@ -177,7 +177,14 @@ class RankBatches:
         how: dict[str, Any] = {"size": self.size, "consumed": start, "first": first}
         return map(itemgetter(self.part), rounds(batches, self.parts, self.tail, **how))
 
-    def _yield(self, shares: deque[Share], mine: Iterator[Share]) -> Iterator[Any]:
+    def _yield(self, shares: deque[Share], mine: Iterator[Share], again: Drawing | None) -> Iterator[Any]:
+        """What is asked for of the pass; a loader with workers makes two of these, and asks the second one."""
         for share in mine:
+            self._has_resumed(again)
             shares.append(share)
             yield share.items[0] if self.single else share.items
+        self._has_resumed(again)
+
+    def _has_resumed(self, again: Drawing | None) -> None:
+        if self.resumed is again:
+            self.resumed = None

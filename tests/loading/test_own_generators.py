@@ -150,13 +150,16 @@ def test_a_pass_goes_on_in_its_order_after_a_resume_or_the_save_says_that_it_can
     assert kind == "hidden" or before + rest == whole
 
 
+@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("how", [pk.data.KeepLoaders(), pk.data.ShardLoaders(draws="sampler")])
-def test_a_shuffle_that_the_process_draws_goes_on_in_its_order_after_a_resume(how: Any, tmp_path: Path) -> None:
+def test_a_shuffle_that_the_process_draws_goes_on_in_its_order_after_a_resume(
+    how: Any, workers: int, tmp_path: Path
+) -> None:
     def begun(seed: int) -> Any:
         torch.manual_seed(seed)
         model = nn.Linear(1, 1)
         data: Any = [torch.full((1,), float(row)) for row in range(ROWS)]
-        loader = DataLoader(data, batch_size=2, shuffle=True)
+        loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
         cfg = pk.Config(engine=pk.Single(), device="cpu", loaders=how)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return pk.apply(pk.build_plan(cfg, model, optimizer=optimizer, loaders=[loader]))
