@@ -179,12 +179,9 @@ class RankBatches:
 
     def _yield(self, shares: deque[Share], mine: Iterator[Share], again: Drawing | None) -> Iterator[Any]:
         """What is asked for of the pass; a loader with workers makes two of these, and asks the second one."""
-        for share in mine:
-            self._has_resumed(again)
-            shares.append(share)
-            yield share.items[0] if self.single else share.items
-        self._has_resumed(again)
-
-    def _has_resumed(self, again: Drawing | None) -> None:
-        if self.resumed is again:
-            self.resumed = None
+        for share in chain(mine, (None,)):
+            if self.resumed is again:
+                self.resumed = None
+            if share is not None:
+                shares.append(share)
+                yield share.items[0] if self.single else share.items
