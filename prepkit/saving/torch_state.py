@@ -82,7 +82,8 @@ def filled(
 
 
 def _nested(model: Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    if optimizer is None and not model.state_dict():  # of which torch asks the process group
+    bare = optimizer is None and next(model.parameters(), None) is None
+    if bare and not model.state_dict():  # of which torch asks the process group
         return {"model": {}}
     params, stepped = get_state_dict(model, optimizer if optimizer is not None else ())
     return {"model": params, **({"optimizer": stepped} if optimizer is not None else {})}

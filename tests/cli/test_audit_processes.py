@@ -71,6 +71,18 @@ for at in range(6):
         optimizer.step()
     optimizer.zero_grad()
 """
+ONE_SCALER_LEAVES_OUT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if dist.get_rank() else 1.0)).backward()
+scaler.step(optimizer)
+dist.barrier()
+"""
 SLOW = "import time; time.sleep(13 * dist.get_rank())  # as one rank reads a large file"
 
 
@@ -128,6 +140,12 @@ def test_a_rank_that_leaves_out_a_later_step_is_named_and_not_asked_in_another(t
     assert "Rank 0 has come to step 3, and rank 1 has not: rank 1 has called a model 4 times, gone backward" in said
     assert "rank 0 has called a model 3 times, gone backward 3 times and stepped 2 times" in said
     assert re.search(r"Rank 1 has waited for other ranks for 1\d s, in backward \(train.py:10\)", said), said
+
+
+def test_a_rank_whose_scaler_leaves_its_step_out_is_named(tmp_path: Path) -> None:
+    said = _hangs(tmp_path, ONE_SCALER_LEAVES_OUT)
+    assert "rank 1 has called a model 1 time and gone backward 1 time, and its GradScaler has left out 1 step" in said
+    assert re.search(r"Rank 1 has waited for other ranks for 1\d s, in barrier \(train.py:11\)", said), said
 
 
 def test_ranks_that_wait_for_each_other_are_named_and_ended(tmp_path: Path) -> None:
