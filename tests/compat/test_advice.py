@@ -292,17 +292,21 @@ def backward_by_hand(_: Path) -> None:
     steps(accelerator := plain(), *started(accelerator))
 
 
+def sharded() -> Accelerator:
+    return Accelerator(cpu=True, config=pk.Config(engine=pk.FSDP2()))
+
+
 def with_closure(_: Path) -> None:
-    accelerator = plain()
+    accelerator = sharded()
     model, optimizer = started(accelerator)
     optimizer.step(lambda: model(ROWS).sum())
 
 
 @refused("as_the_loop loop.closure-wanted", "write accelerator.ready.step(closure)", with_closure)
 def closures(_: Path) -> None:
-    accelerator = plain()
+    accelerator = sharded()
     model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = model[0].weight.detach().clone()
 
     def closure() -> torch.Tensor:

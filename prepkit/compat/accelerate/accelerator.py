@@ -14,6 +14,7 @@ from weakref import WeakSet
 import torch
 from attrs import define, evolve, field
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from prepkit.compat.accelerate import group, loaders, operations, theirs
@@ -23,14 +24,20 @@ from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered, no_opti
 from prepkit.compat.accelerate.preparation import Preparation
 from prepkit.compat.accelerate.saved_state import SavedState
 from prepkit.compat.accelerate.state import State
-from prepkit.config import ClipNorm, ClipValue, Config
+from prepkit.config import ClipNorm, ClipValue, Config, ShardLoaders
 from prepkit.objects.unwrap import unwrap
 from prepkit.plan import Plan
 from prepkit.training import export
 from prepkit.training.prepared import Prepared
 
-_ASKED = {"device_placement": True, "split_batches": False, "dispatch_batches": None, "even_batches": True}
+_ASKED: dict[str, Any] = {
+    "device_placement": True,
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+}
 _ASKED |= dict.fromkeys(("use_seedable_sampler", "non_blocking", "use_stateful_dataloader"), False)
+_ASKED |= {"rng_types": ["generator"]}
 """What was asked of loaders, under the names that accelerate's ``Accelerator`` has for it; where it was not asked."""
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -145,11 +152,18 @@ class Accelerator:
         """
         if device_placement is not None and not all(device_placement):
             raise NotOffered("prepare(device_placement=...)", "give Accelerator(device_placement=False)")
-        outcome = self._prepared.add(self.config, objects)
+        return self._added(self.config, objects)
+
+    def _added(self, config: Config, objects: tuple[Any, ...]) -> Any:
+        outcome = self._prepared.add(config, objects)
         return outcome[0] if len(outcome) == 1 else outcome
 
     def _prepare_one(self, given: Any, **options: Any) -> Any:
         """One object of a script that prepares each by itself."""
+        config = self.config
+        if isinstance(given, DataLoader) and options.get("device_placement") is False:
+            how = config.loaders if isinstance(config.loaders, ShardLoaders) else ShardLoaders()
+            return self._added(evolve(config, loaders=evolve(how, to_device=False)), (given,))
         for name in (name for name, value in options.items() if value not in (None, True)):
             if name != "evaluation_mode":  # a model without trained parameters is prepared so by itself
                 raise NotOffered(f"prepare of one object with {name}=...", "leave it out")
@@ -237,6 +251,16 @@ class Accelerator:
         return GradientState(self.gradient_accumulation_steps, lambda: self.sync_gradients, self._prepared.passes)
 
     @property
+    def step(self) -> int:
+        """Micro-batches of ``accumulate``, since the last pass ended where windows end with it."""
+        loop = self._prepared.started_loop
+        return 0 if loop is None else loop.micro_batches
+
+    @step.setter
+    def step(self, micro_batches: int) -> None:
+        self._loop.micro_batches = int(micro_batches)
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last window ended without a step, because a gradient overflowed."""
         return self._loop.skipped
@@ -308,6 +332,11 @@ class Accelerator:
     def _saved_state(self) -> SavedState:
         self._saved.project, self._saved.beside = self.project_configuration, self._prepared.beside
         return self._saved
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next folder that is named by itself."""
+        return 0 if self.project_configuration is None else int(self.project_configuration.iteration)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with ``state_dict`` and ``load_state_dict`` that ``save_state`` saves as well."""

@@ -47,7 +47,7 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     how = config.loaders
     for loader in ready.loaders:  # a plan that trains nothing has no windows; the model that comes may
         loader.ends_window = isinstance(how, ShardLoaders) and how.ends_window and how.purpose == "training"
-    read_ahead(ready.loaders)
+    as_accelerate(ready.loaders)
     return ready
 
 
@@ -69,12 +69,50 @@ def share_generators(config: Config, loaders: Iterable[Any]) -> None:
         synchronize_rng_states(["generator"], sampler.generator)
 
 
-def read_ahead(loaders: Iterable[Any]) -> None:
-    """Lets them read a batch before the one in use is given, so that random numbers are drawn as under accelerate.
+class AcceleratedLoader(Loader):
+    """A prepared loader, and what accelerate's tells of itself."""
 
-    Of what rank 0 reads for all the others draw as many.
+    __slots__ = ()
+
+    @property
+    def base_dataloader(self) -> Any:
+        """The one that it reads."""
+        return self.source.loader
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in use is the last of its pass."""
+        return self.present is not None and self.present.last
+
+    @property
+    def iteration(self) -> int:
+        """The number of the pass."""
+        return self.epoch
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples on all ranks. Raises ``TypeError`` for a stream without a length."""
+        return int(getattr(self.dataset, "total_length", None) or len(self.dataset))
+
+    @property
+    def remainder(self) -> int:
+        """Samples of a pass beyond whole batches of all ranks; -1 where they are dropped, or nobody knows."""
+        if self.drop_last or not self.total_batch_size:
+            return -1
+        try:
+            return self.total_dataset_length % self.total_batch_size
+        except TypeError:
+            return -1
+
+
+def as_accelerate(loaders: Iterable[Any]) -> None:
+    """Lets them tell what accelerate's tell, and read a batch before the one in use is given, as accelerate's draw.
+
+    Of what rank 0 reads for all the others draw as many random numbers.
     """
-    for source in (loader.source for loader in loaders if isinstance(loader, Loader)):
+    for loader in (loader for loader in loaders if isinstance(loader, Loader)):
+        loader.__class__ = AcceleratedLoader
+        source = loader.source
         if isinstance(source, DispatchedSource):
             source.draws = True
         inner = getattr(source, "inner", source)  # what rank 0 reads for all

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 from prepkit.compat.accelerate.not_offered import NotOffered, as_the_loop, in_their_words
 from prepkit.config import Clip, ClipNorm, ClipValue
 from prepkit.court import found
-from prepkit.loading.loader import Loader
 from prepkit.loading.passes import Passes
 from prepkit.training.prepared import Prepared
+
+_BY_HAND = ("Single", "DDP")
+"""Engines that leave gradients where a script finds and steps them."""
 
 
 @define(eq=False)
@@ -44,8 +46,8 @@ class AcceleratedLoop:
     """Whether the present micro-batch has been ended."""
     inside: bool = field(default=False, init=False)
     """Whether the script is inside ``accumulate``."""
-    counted: int = field(default=0, init=False)
-    """Micro-batches of this window that have ended, where nothing is driven."""
+    micro_batches: int = field(default=0, init=False)
+    """Those of ``accumulate`` that have ended, since the last pass did where windows end with it (its ``step``)."""
     overflowed: bool = field(default=False, init=False)
     """Likewise: the last step was skipped."""
 
@@ -81,7 +83,7 @@ class AcceleratedLoop:
     def step_by_hand(self) -> None:
         """Nothing is driven any more. Raises ``NotOffered`` where engines keep gradients to themselves."""
         for ready in self.models:
-            if ready.plan.run.engine not in ("Single", "DDP"):
+            if ready.plan.run.engine not in _BY_HAND:
                 what = "give one model and its optimizer to one prepare, and each other model to an Accelerator"
                 name = f"several models, or an optimizer alone, under {ready.plan.run.engine}"
                 raise NotOffered(name, what, "accelerate.several-models")
@@ -98,16 +100,25 @@ class AcceleratedLoop:
     # --- windows ---
 
     def ends_window(self) -> bool:
-        """Return whether the micro-batch that runs now is the last of its window."""
-        if self.driven:
-            return self.ready.loop.ends_window
-        return self.at_last_batch() or self.counted + 1 >= self.accumulation
+        """Return whether the micro-batch that runs now is the last of its window.
+
+        The loop counts what is trained on, accelerate what enters ``accumulate``, in passes of the loader that was
+        begun last: where they differ (loaders side by side, several micro-batches of one batch) the latter holds, where
+        no engine keeps gradients to itself.
+        """
+        theirs = self.at_last_batch() or (self.micro_batches + 1) % self.accumulation == 0
+        if self.driven and self.ready.loop.ends_window != theirs:
+            if self.ready.plan.run.engine not in _BY_HAND:
+                return self.ready.loop.ends_window
+            self.step_by_hand()
+        return theirs
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """One micro-batch; one whose optimizer was not stepped, because it ends no window, is counted all the same."""
         self._heed_no_sync()
         self.inside, self.stepped = True, False
+        last = self.at_last_batch()
         self.boundary = self.ends_window()
         outer = [(ready, ready.loop.state.forced) for ready in self.models]
         try:
@@ -121,8 +132,7 @@ class AcceleratedLoop:
                     yield
                     if self.driven and not (self.stepped or self.boundary) and self.ready.loop.pending:
                         self.step()
-            if not self.driven:  # or it has turned out so inside
-                self.counted = 0 if self.boundary else self.counted + 1
+            self.micro_batches = 0 if last else self.micro_batches + 1
         finally:
             self.inside = False
             for ready, forced in outer:
@@ -179,7 +189,9 @@ class AcceleratedLoop:
     def step_of(self, optimizer: Optimizer, closure: Any) -> None:
         """``optimizer.step()`` of the script: ends the micro-batch, or steps this optimizer at the end of a window."""
         if closure is not None and self.driven:
-            raise as_the_loop("loop.closure-wanted")
+            if self.ready.plan.run.engine not in _BY_HAND:
+                raise as_the_loop("loop.closure-wanted")
+            self.step_by_hand()  # what the closure does is the script's
         if not (self.boundary or self.inside):
             return
         if self.driven and not self.ready.loop.state.backwards:
@@ -195,7 +207,7 @@ class AcceleratedLoop:
             optimizer.step(closure)
             return
         scale = scaler.get_scale()
-        scaler.step(optimizer)
+        scaler.step(optimizer, **({} if closure is None else {"closure": closure}))  # which torch refuses
         scaler.update()
         self.overflowed = scaler.get_scale() < scale
 
@@ -385,13 +397,9 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch in use is the last of its pass."""
-        loader = self.active_dataloader
-        return isinstance(loader, Loader) and loader.present is not None and loader.present.last
+        return bool(getattr(self.active_dataloader, "end_of_dataloader", False))
 
     @property
     def remainder(self) -> int:
-        """Samples of this rank in the last batch that are no repeats; -1 before it, and where nobody counts."""
-        loader = self.active_dataloader
-        if not self.end_of_dataloader or loader.present.counted is None:
-            return -1
-        return int(loader.present.counted)
+        """Samples of the pass beyond whole batches of all ranks; -1 outside of one, and where nobody knows."""
+        return int(getattr(self.active_dataloader, "remainder", -1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import operations
-from prepkit.compat.accelerate.loaders import prepared_alone, read_ahead, share_generators
+from prepkit.compat.accelerate.loaders import as_accelerate, prepared_alone, share_generators
 from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
-from prepkit.config import Config, Intent
+from prepkit.config import Config, Intent, Single
 from prepkit.loading.loader import Loader
 from prepkit.loading.passes import Passes
 from prepkit.objects.joint_optimizer import ticks_left
@@ -96,8 +96,8 @@ class Preparation:
         if not tensors or pickled or present.size is None or operations.everywhere(rows <= {present.size}):
             return self.passes.gather(value)
         gathered = operations.gather(value)
-        left = _remainder(self.passes.under_way[-1]) if present.last else 0
-        return pytree.tree_map(lambda leaf: leaf[:left], gathered) if left else gathered
+        left = self.passes.under_way[-1].remainder if present.last else 0
+        return pytree.tree_map(lambda leaf: leaf[:left], gathered) if left > 0 else gathered
 
     def add(self, config: Config, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """The objects, prepared, in their order; what is prepared already, or is none of them, stays as it is."""
@@ -139,11 +139,14 @@ class Preparation:
         for model in given["model"]:
             self._unprepare(model, config)
             trained = any(param.requires_grad for param in model.parameters())
-            how = config if trained or driven else evolve(config, intent=Intent.INFERENCE)
+            how = _methods_alone(config)
+            how = how if trained or driven else evolve(how, intent=Intent.INFERENCE)
             planned = schedulers[0] if driven and _of(schedulers, optimizers[0]) else None
             with warnings.catch_warnings():
                 if not driven:  # it comes by itself, or with several models
                     warnings.filterwarnings("ignore", message=r"[\s\S]*optimizer\.none")
+                if how.entry_points != config.entry_points:
+                    warnings.filterwarnings("ignore", message=r"[\s\S]*entry-points\.left-out")
                 plan = build_plan(
                     how, model, optimizer=optimizers[0] if driven else None, scheduler=planned, loaders=loaders
                 )
@@ -179,12 +182,15 @@ class Preparation:
             self.loop.add(ready)
             _adopt(self.ready, ready.loaders)
         else:
-            at_last: Callable[[], bool] = lambda: any(one.at_window_end for one in self.passes.under_way)  # noqa: E731
-            self.started_loop = AcceleratedLoop(ready, config.accumulation or 1, at_last, driven)
+            self.started_loop = AcceleratedLoop(ready, config.accumulation or 1, self._at_last_batch, driven)
             if self.only_loaders is not None:
                 _adopt(ready, self.only_loaders.loaders)
-        read_ahead(ready.loaders)
+        as_accelerate(ready.loaders)
         self.passes.add(ready.loaders)
+
+    def _at_last_batch(self) -> bool:
+        """Whether windows end with the batch in use of the loader that was begun last."""
+        return bool(self.passes.under_way) and self.passes.under_way[-1].at_window_end
 
     def _alone(self, config: Config, loaders: list[Any]) -> list[Any]:
         if not loaders:
@@ -198,6 +204,13 @@ class Preparation:
         return [*alone.loaders]
 
 
+def _methods_alone(config: Config) -> Config:
+    """On one process methods beside ``forward`` stay as they are, out of its precision, as under accelerate."""
+    if config.entry_points is not None or not isinstance(config.engine, Single):
+        return config
+    return evolve(config, entry_points=())
+
+
 def _of(schedulers: list[Any], optimizer: Optimizer) -> bool:
     """Return whether there is one scheduler, and it is made from this optimizer."""
     return len(schedulers) == 1 and getattr(schedulers[0], "optimizer", None) is optimizer
@@ -207,15 +220,6 @@ def _adopt(ready: Prepared, loaders: tuple[Any, ...]) -> None:
     """Loaders that were prepared at another time end windows, are saved and resumed as its own are."""
     ready.loaders = (*ready.loaders, *loaders)
     ready.loop.passes.add(loaders)
-
-
-def _remainder(loader: Any) -> int:
-    """Samples beyond whole batches of all ranks; 0 where there are none, or nobody knows."""
-    try:
-        samples = len(loader.dataset)
-    except TypeError:
-        return 0
-    return 0 if loader.drop_last else samples % (loader.total_batch_size or 1)
 
 
 def place_of(given: Any) -> str:

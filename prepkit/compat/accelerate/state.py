@@ -79,6 +79,12 @@ class State:
         return self.num_processes > 1
 
     @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes, each with an accelerator, and no engine that shards."""
+        word = str(getattr(self.distributed_type, "value", self.distributed_type))
+        return word.startswith("MULTI_") and word != "MULTI_CPU"
+
+    @property
     def deepspeed_plugin(self) -> None:
         """Nothing: what DeepSpeed is asked for stands in ``config``."""
 
@@ -98,6 +104,8 @@ class State:
     def is_local_main_process(self) -> bool:
         """Whether this is the first process of its machine."""
         return self.local_process_index == 0
+
+    should_save_model = is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
