@@ -1,4 +1,4 @@
-"""What a program hands to its layers and losses: ids that stand for pads, samples in an order, noise."""
+"""What a program hands to its layers and losses: samples in an order, samples that are alike, noise."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from prepkit.auditing.asking import tensors
 from prepkit.auditing.carried import shuffles_by
 from prepkit.auditing.fetches import Fetches, SharedSettings
+from prepkit.auditing.pads import PadsRead
 from prepkit.auditing.shapes import SHAPES
 from prepkit.auditing.terms import graph, name_of
-from prepkit.facts.inputs import InputFacts, PaddingRead
+from prepkit.facts.inputs import InputFacts
 from prepkit.observe.prepared.around import (
     Line,
     called_by_program,
@@ -65,15 +66,6 @@ MOST_COLUMNS = 8
 
 
 @frozen(kw_only=True, eq=False)
-class _Lookup:
-    """Samples for which a table gave the row of its pads."""
-
-    line: str
-    row: int
-    rows: Tensor
-
-
-@frozen(kw_only=True, eq=False)
 class _Draw:
     """Some numbers that were drawn."""
 
@@ -103,11 +95,9 @@ class InputCalls:
 
     _fetches: Fetches = field(factory=Fetches)
     _shared: SharedSettings = field(factory=SharedSettings)
-    _padding: dict[str, PaddingRead] = field(factory=dict)
+    _pads: PadsRead = field(factory=PadsRead)
     _ordered: dict[tuple[str, str, str], None] = field(factory=dict)
     _uniform: dict[str, None] = field(factory=dict)
-    _lookups: list[_Lookup] = field(factory=list)
-    """Since the last call of a model."""
     _batch: list[weakref.ref[Tensor]] = field(factory=list)
     """Tensors of the last batch that a loader gave."""
     _sampler: str = ""
@@ -140,7 +130,7 @@ class InputCalls:
         with ExitStack() as stack:
             stack.enter_context(self._fetches.on())
             stack.enter_context(self._shared.on())
-            stack.enter_context(around_calls(nn.functional, "embedding", self._looks_up))
+            stack.enter_context(self._pads.on())
             stack.enter_context(around_calls(_BaseDataLoaderIter, "__next__", self._reads))
             stack.enter_context(around_calls(torch.autograd, "backward", self._backward))
             stack.enter_context(around_calls(saved_tensors_hooks, "__enter__", self._hooks))
@@ -151,7 +141,7 @@ class InputCalls:
     def facts(self) -> InputFacts:
         """What was heard so far."""
         return InputFacts(
-            padding=tuple(self._padding.values()),
+            padding=tuple(self._pads.told.values()),
             ordered=tuple(self._ordered),
             uniform=tuple(self._uniform),
             noises=tuple(self._others),
@@ -165,10 +155,7 @@ class InputCalls:
     def leaves(self, module: nn.Module, given: Any, outputs: Any) -> None:
         """Hears what a model that trains was called with from outside of any other, and what it gave."""
         inputs = [one for one in tensors(given) if type(one) is Tensor and one.dim() and not one.is_meta]
-        for lookup in self._lookups if not isinstance(module, nn.Embedding) else ():
-            if lookup.line not in self._padding and (told := _told_alike(lookup, inputs, outputs)) is not None:
-                self._padding[lookup.line] = told
-        self._lookups = []
+        self._pads.leaves(module, inputs, outputs)
         self.noise = self.noise or self._beside_data(inputs)
         if not self._differ:
             count = _alike(inputs)
@@ -179,19 +166,6 @@ class InputCalls:
             self._samples = len(batch[0])
         if self._normal:
             self._hears_noised(inputs, outputs, batch)
-
-    def _looks_up(self, plain: Any, *given: Any, **named: Any) -> Any:
-        self._looked_up(**dict(zip(("input", "weight", "padding_idx"), given, strict=False)), **named)
-        return plain(*given, **named)
-
-    def _looked_up(self, weight: Any, padding_idx: Any = None, **named: Any) -> None:
-        ids = named["input"]
-        if padding_idx is not None and not torch.compiler.is_compiling() and _is_plain(ids) and ids.dim() == 1:
-            rows = padding_idx if padding_idx >= 0 else len(weight) + padding_idx
-            if torch.is_grad_enabled() and FEW < len(ids) <= MOST_ROWS and getattr(weight, "requires_grad", False):
-                there = (ids == rows).cpu()
-                if _lie_apart(there) and (line := line_of_program(frames_above(__file__))):
-                    self._lookups = [*self._lookups, _Lookup(line=line, row=rows, rows=there)][-MOST:]
 
     def _reads(self, plain: Callable[..., Any], reading: Any) -> Any:
         batch = plain(reading)
@@ -316,27 +290,7 @@ def _some_of(drawn: Tensor) -> Tensor:
     return drawn.detach().flatten()[:: drawn.numel() // SOME + 1].clone()
 
 
-# --- ids that stand for pads ---
-
-
-def _lie_apart(there: Tensor) -> bool:
-    """Return whether there are some in most places of which the next is another: pads stand in runs."""
-    count = int(there.sum())
-    runs = int((there[1:] & ~there[:-1]).sum()) + int(there[0])
-    return FEW <= count < len(there) and 2 * runs > count
-
-
-def _told_alike(lookup: _Lookup, inputs: Iterable[Tensor], outputs: Any) -> PaddingRead | None:
-    """What a model says of all samples with such an id, where it says the same though they differ otherwise."""
-    there, count = lookup.rows, len(lookup.rows)
-    given = [one for one in inputs if len(one) == count and one.numel() <= MOST_NUMBERS]
-    made = next((one.detach() for one in tensors(outputs) if one.dim() and len(one) == count), None)
-    if made is None or made.numel() > MOST_NUMBERS or not any(_differ(one.detach().cpu()[there]) for one in given):
-        return None
-    made = made.cpu()
-    if _differ(made[there]) or not _differ(made[~there]):
-        return None
-    return PaddingRead(line=lookup.line, row=lookup.row, samples=int(there.sum()), batch=count)
+# --- samples that are alike ---
 
 
 def _alike(inputs: list[Tensor]) -> int:

@@ -49,7 +49,7 @@ LATER = (
     *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
     *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike", "not-averaged"),
     *("resumed-state", "resumed-samples", "scaled-stepped"),
-    *("average-often", "autocast-stale", "adapter-idle"),
+    *("average-often", "autocast-stale", "adapter-idle", "cut-otherwise"),
 )
 """Rules over what a window hears behind the first step too."""
 NOTHING = "run.steps-nothing"

@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d
+from torch.nn.functional import normalize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.facts.shares import ShareFacts
@@ -46,6 +47,9 @@ SUMS = ("Sum", "Add", "Stack", "Cat", "Sub")
 """What a mean that is taken by hand divides, as well as a micro-batch's loss."""
 MOST_PARTS = 8
 """Gathered parts that are remembered."""
+EQUAL = 1e-5
+MOST_NUMBERS = 1 << 20
+"""Of those of one part."""
 SAMPLE = 64
 """Numbers of a gathered tensor that are compared."""
 MOST_NODES = 400
@@ -128,8 +132,8 @@ class SharedWork:
     """Whether graphs may keep something else than what they were given, as checkpoints do, which compute anew."""
     _gathers: list[_Gathered] = field(factory=list)
     """Since the last backward."""
-    _parts: list[tuple[int, Tensor]] = field(factory=list)
-    """Rows of what this rank has last given to be gathered, and its numbers at some places."""
+    _parts: list[Tensor] = field(factory=list)
+    """What this rank has last given to be gathered, a row for each sample."""
     _misplaced: dict[tuple[str, int, int], None] = field(factory=dict)
     _apart: dict[tuple[str, int], None] = field(factory=dict)
     _begun: list[_Begun] = field(factory=list)
@@ -222,7 +226,8 @@ class SharedWork:
         part: Any = given[1] if len(given) > 1 else named.get("tensor", named.get("input_tensor"))
         inside = torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
         if result is None and not inside and _is_plain(part):
-            self._parts = [*self._parts, (len(part), _sampled(part))][-MOST_PARTS:] if part.dim() > 1 else self._parts
+            if part.dim() > 1 and part.numel() <= MOST_NUMBERS:
+                self._parts = [*self._parts, part.detach().flatten(1).clone()][-MOST_PARTS:]
             if torch.is_grad_enabled() or part.grad_fn is not None:  # as where a library gathers
                 self._takes_down(into, part)
         return result
@@ -432,13 +437,7 @@ def _kept_by(node: Any) -> Iterator[Tensor]:
             yield held
 
 
-def _sampled(part: Tensor) -> Tensor:
-    """Its numbers at some places."""
-    flat = part.detach().flatten()
-    return flat[torch.linspace(0, len(flat) - 1, SAMPLE, dtype=torch.float64).long().to(flat.device)]
-
-
-def _columns(outputs: Tensor, targets: Any, parts: list[tuple[int, Tensor]]) -> Iterator[tuple[int, int]]:
+def _columns(outputs: Tensor, targets: Any, parts: list[Tensor]) -> Iterator[tuple[int, int]]:
     """The column at which targets begin and that at which the rank's own samples do, where these are not the same."""
     rows, columns = outputs.shape
     told = targets[0].item() if type(targets) is Tensor and targets.dim() == 1 and len(targets) == rows > 1 else None
@@ -446,20 +445,22 @@ def _columns(outputs: Tensor, targets: Any, parts: list[tuple[int, Tensor]]) -> 
         return
     if not bool((targets == torch.arange(told, told + rows, device=targets.device)).all()):
         return
-    held = (one for node in _graph(outputs.grad_fn, NEAREST) for one in _kept_by(node) if columns in one.shape[-2:])
-    parts = [(length, numbers) for length, numbers in parts if numbers.device == outputs.device]
-    for one in held:
-        flat = _in_storage(one)
-        blocks = () if flat is None else flat.view(columns // rows, -1)
-        own = [
-            at
-            for at, block in enumerate(blocks)
-            for length, numbers in parts
-            if length == rows and bool((_sampled(block) == numbers).all())
-        ]
-        if own and told not in [at * rows for at in own]:
-            yield told, own[0] * rows
-            return
+    parts = [part for part in parts if len(part) == rows and part.device == outputs.device]
+    for held in (one for node in _graph(outputs.grad_fn, NEAREST) for one in _kept_by(node) if one.dim() == 2):
+        for whole in (one for one in (held, held.mT) if len(one) == columns):
+            own = [at for at in range(0, columns, rows) if any(_stands_in(whole[at : at + rows], one) for one in parts)]
+            if own and told not in own:
+                yield told, own[0]
+                return
+
+
+def _stands_in(block: Tensor, part: Tensor) -> bool:
+    """Whether some columns of a part, one beside the other, are a block, or all are, but for the lengths of rows."""
+    width = block.shape[1]
+    if width == part.shape[1] > 1:
+        return torch.allclose(normalize(part.float()), normalize(block.float()), atol=EQUAL)
+    begins = (part[0] == block[0, 0]).nonzero().flatten().tolist() if width < part.shape[1] else []
+    return any(torch.equal(part[:, at : at + width], block) for at in begins)
 
 
 def _holds(tensor: Tensor, gathered: _Gathered) -> bool:

@@ -29,6 +29,7 @@ from prepkit.auditing import workers
 from prepkit.auditing.beginnings import Beginnings
 from prepkit.auditing.checkpoints import HeardLoads, kept_alive
 from prepkit.auditing.copies import Copies
+from prepkit.auditing.cuts import Cuts
 from prepkit.auditing.forwards import Forwards, sizes_of
 from prepkit.auditing.inputs import InputCalls
 from prepkit.auditing.ledger import Ledger
@@ -73,8 +74,8 @@ BETWEEN = ("isend", "irecv", "all_to_all", "all_to_all_single")
 HANDS = BETWEEN[:2]
 """Those between two ranks, which ``send`` and ``recv`` make too."""
 SENDS = (*BETWEEN, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
-COLLECTIVES = tuple(f"distributed/{one}.py" for one in ("distributed_c10d", "c10d_logger", "nn/functional"))
-COLLECTIVES += ("distributed/_functional_collectives.py",)
+FILES = ("distributed_c10d", "c10d_logger", "nn/functional", "_functional_collectives")
+COLLECTIVES = tuple(f"distributed/{one}.py" for one in FILES)
 """Files of torch's that stand between a program and such a call."""
 PAST = ("accelerate.", "deepspeed.", "lightning.", "pytorch_lightning.", "transformers.")
 """Modules whose own code calls backward for a loop."""
@@ -117,6 +118,7 @@ class Window:
     shares: SharedWork = field(factory=SharedWork)
     lessons: Lessons = field(factory=Lessons)
     copies: Copies = field(factory=Copies)
+    cuts: Cuts = field(factory=Cuts)
     phases: Phases = field(factory=Phases)
     folder: str = ""
     arrivals: Arrivals = field(factory=Arrivals)
@@ -150,7 +152,7 @@ class Window:
                 stack.enter_context(called_first(enters))
             rooms = (self.recomputed, self.losses, self.loads, self.ledger, self.terms, self.values, self.checkpoints)
             more = (self.libraries, self.turns, self.beginnings, self.ratios, self.inputs, self.shares, self.lessons)
-            for room in (*rooms, *more, self.copies, self.phases, Standing(self.arrivals)):
+            for room in (*rooms, *more, self.copies, self.cuts, self.phases, Standing(self.arrivals)):
                 stack.enter_context(room.on())
             for scaler in _scalers():
                 for name, around in (("scale", self._scales), ("unscale_", self._unscales), ("step", self._steps)):
@@ -176,7 +178,7 @@ class Window:
     def told(self) -> dict[str, Any]:
         """What later steps may have as well, as fields of ``WindowFacts``."""
         own = {"loaded_itself": tuple(self.loads.itself), "shares": self.shares.told(), "values": self.values.facts()}
-        rooms = (self.ledger, self.beginnings, self.copies, self.ratios, self.phases, self.libraries)
+        rooms = (self.ledger, self.beginnings, self.copies, self.cuts, self.ratios, self.phases, self.libraries)
         told = {name: one for room in rooms for name, one in room.told().items()}
         return told | own | {"lessons": self.lessons.told()}
 

@@ -14,8 +14,10 @@ class PaddingRead:
     row: int
     """Its ``padding_idx``."""
     samples: int
-    """Of a batch those with that id, of which a model says one and the same."""
+    """Of a batch those with that id; of texts places with that id, between others."""
     batch: int
+    said: str
+    """By what it is known that these are no pads."""
 
 
 @frozen(kw_only=True)

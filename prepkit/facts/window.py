@@ -198,6 +198,8 @@ class WindowFacts:
     """Lines that bind a name of a loop over weights anew, where they were to change what it stands for."""
     untied: tuple[tuple[str, str, str], ...] = ()
     """Pairs of names that were one parameter, and are two since, with what has made them two: a load, or a wrapper."""
+    cut_otherwise: tuple[tuple[str, str, float], ...] = ()
+    """Lines that cut modules which compute otherwise since, their classes, and by which part of the largest output."""
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     unheld: tuple[tuple[str, int], ...] = ()

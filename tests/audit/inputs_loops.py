@@ -79,6 +79,43 @@ def texts(*, flat: bool) -> Callable[[], None]:
     return run
 
 
+class Sessions(nn.Module):
+    """Which item comes next; ``pads`` is ``padding_idx``, and what is looked at ``real``, or all that is no pad."""
+
+    def __init__(self, pads: int | None) -> None:
+        super().__init__()
+        self.items, self.next, self.out = (
+            nn.Embedding(12, 8, padding_idx=pads),
+            nn.GRU(8, 8, batch_first=True),
+            nn.Linear(8, 12),
+        )
+
+    def forward(self, ids: Tensor, real: Tensor | None = None) -> Tensor:
+        x = self.items(ids)
+        return self.out(self.next(x if real is None else x * real[..., None])[0])
+
+
+def visited(
+    *, pads: int | None = 0, least: int = 0, masks: bool = True, drops: int = -100, apart: bool = False
+) -> Callable[[], None]:
+    """``least``: the first item; ``masks``: the model is told; ``drops``: the class that does not count.
+
+    ``apart``: what was asked is padded, and what was answered stands behind it.
+    """
+
+    def run() -> None:
+        model, ids = Sessions(pads), torch.randint(least, 12, (32, 11))
+        real = torch.arange(10) < torch.arange(32)[:, None] % 7 + 4
+        if apart:
+            real[:, 7:] = True
+        before, goal = ids[:, :-1].where(real, 0), ids[:, 1:].where(real, drops if drops >= 0 else 0)
+        outputs = model(before, real) if masks else model(before)
+        loss = fn.cross_entropy(outputs[real], goal[real], ignore_index=drops)
+        taken(model, adam(model), loss)
+
+    return run
+
+
 def tower() -> None:
     """What it says of an item is of the item alone."""
     model = nn.ModuleDict({"user": nn.Embedding(20, 8), "item": nn.Sequential(nn.Embedding(10, 8, padding_idx=0))})
@@ -639,6 +676,8 @@ def made_with_it() -> None:
 WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.padding-read", "item_that_is_the_pad", rated()),
     wrong("run.padding-read", "last_item_that_is_the_pad", rated(pads=-1)),
+    wrong("run.padding-read", "visits_to_the_pad", visited()),
+    wrong("run.padding-read", "visits_to_the_pad_that_count", visited(masks=False)),
     wrong("run.order-read", "survival_unsorted", survival()),
     wrong("run.order-read", "survival_by_sums", survival(loss=by_sums)),
     wrong("run.shifted", "masked_before_labels", masked(late=True)),
@@ -672,6 +711,11 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("items_without_pads", rated(pads=None)),
     right("items_from_one", rated(least=1)),
     right("unknown_items_of_several_columns", rated(columns=True)),
+    right("visits_from_one", visited(least=1)),
+    right("visits_without_pads", visited(pads=None)),
+    right("visits_answered_behind_pads", visited(least=1, apart=True)),
+    right("visits_answered_behind_pads_untold", visited(least=1, apart=True, masks=False)),
+    right("visits_of_which_pads_do_not_count", visited(masks=False, drops=0)),
     right("texts_with_pads", texts(flat=False)),
     right("texts_with_pads_in_one_row", texts(flat=True)),
     right("tower_of_items", tower),

@@ -278,6 +278,31 @@ def pairs_of_the_first_rank_for_torch(rank: int, world: int) -> None:
     contrasts(rank, world, lambda tensor: torch.cat(gathered_with_graph(tensor)), first=0)
 
 
+def gathered_in_one(rank: int, world: int, first: int | None = None, longer: bool = False) -> None:
+    """Both views beside each other; ``longer``: or by themselves, and only then of one length."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(WIDTH, 16))
+    optimizer = adam(model)
+    for x, _ in divided(rank, world):
+        one, other = model(x).chunk(2, 1)
+        if longer:
+            others = fn.normalize(Gather.apply(other.contiguous()), dim=-1)
+        else:
+            others = Gather.apply(torch.cat([one, other], 1)).chunk(2, 1)[1]
+        targets = torch.arange(len(x)) + (rank if first is None else first) * len(x)
+        fn.cross_entropy(one @ others.t(), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pairs_of_the_first_rank_in_one(rank: int, world: int) -> None:
+    gathered_in_one(rank, world, first=0)
+
+
+def pairs_of_the_first_rank_of_any_length(rank: int, world: int) -> None:
+    gathered_in_one(rank, world, first=0, longer=True)
+
+
 def own_part_first(rank: int, world: int) -> None:
     def gather(tensor: Tensor) -> Tensor:
         others = [one for at, one in enumerate(parts_of(tensor)) if at != rank]
@@ -332,6 +357,8 @@ WRONG_SHARES: tuple[Loop, ...] = (
     Loop(gathered_by_lightning_without_graph, "lightning", 2, rule="run.gathered-apart"),
     Loop(pairs_of_the_first_rank, ranks=2, rule="run.pairs-misplaced"),
     Loop(pairs_of_the_first_rank_for_torch, ranks=2, rule="run.pairs-misplaced"),
+    Loop(pairs_of_the_first_rank_in_one, ranks=2, rule="run.pairs-misplaced"),
+    Loop(pairs_of_the_first_rank_of_any_length, ranks=2, rule="run.pairs-misplaced"),
     Loop(nobody_waits, ranks=2, rule="run.unwaited"),
 )
 RIGHT_SHARES: tuple[Loop, ...] = (
@@ -341,5 +368,5 @@ RIGHT_SHARES: tuple[Loop, ...] = (
     Loop(clipped_where_it_steps, "accelerate"),
     Loop(gathered_by_lightning_with_its_graph, "lightning", 2),
     *(Loop(run, ranks=2) for run in (own_part_put_back, own_part_first, gathered_by_a_function, gathered_by_torch)),
-    *(Loop(run, ranks=2) for run in (gathered_for_a_metric, waits_for_each)),
+    *(Loop(run, ranks=2) for run in (gathered_in_one, gathered_for_a_metric, waits_for_each)),
 )

@@ -491,7 +491,9 @@ BROKEN: dict[str, RunFacts] = {
         loaders=(PreparedLoader(seen=evolve(tiny_loader(), length=64), division="sampler", replicas=2, weights=5),),
     ),
     "run.samples-placed": asked(placed=True),
-    "run.padding-read": handed(padding=(PaddingRead(line="train.py:9", row=0, samples=14, batch=64),)),
+    "run.padding-read": handed(
+        padding=(PaddingRead(line="train.py:9", row=0, samples=14, batch=64, said="its mask has them read"),)
+    ),
     "run.order-read": handed(ordered=(("train.py:9", "logcumsumexp", "RandomSampler"),)),
     "run.noise-uniform": handed(uniform=("train.py:12",)),
     "run.noise-other": handed(noises=(("train.py:12", "train.py:7"),)),
@@ -533,6 +535,7 @@ BROKEN: dict[str, RunFacts] = {
     "run.others-gradients": evolve(
         FINE, window=WindowFacts(stale=(("train.py:31", "train.py:32"), ("train.py:9", "")))
     ),
+    "run.cut-otherwise": evolve(FINE, window=WindowFacts(cut_otherwise=(("train.py:9", "Block", 0.22),))),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
     "run.recompiled": later(recompiled=(("forward", 8),)),
     "run.trainer-schedule": evolve(

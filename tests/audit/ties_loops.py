@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -222,12 +223,69 @@ def norms_of_parts_of_a_sequence(rank: int, world: int) -> None:
     taken(model, adam(model), fn.cross_entropy(said.flatten(0, 1), goal.flatten()))
 
 
+class Attends(nn.Module):
+    """Two heads; ``fused``: queries, keys and values by one layer; ``heads``: of each rank, None: as many as fit."""
+
+    def __init__(self, fused: bool = False, heads: int | None = None, drops: float = 0.0) -> None:
+        super().__init__()
+        self.fused, self.heads = fused, heads
+        if fused:
+            self.qkv = nn.Linear(WIDE, 3 * WIDE)
+        else:
+            self.q, self.k, self.v = (nn.Linear(WIDE, WIDE) for _ in range(3))
+        self.out, self.drops = nn.Linear(WIDE, WIDE), nn.Dropout(drops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).chunk(3, -1) if self.fused else (self.q(x), self.k(x), self.v(x))
+        size = WIDE // 2 if self.heads is None else parts[0].shape[-1] // self.heads
+        q, k, v = (one.unflatten(-1, (-1, size)).transpose(1, 2) for one in parts)
+        said = fn.scaled_dot_product_attention(q, k, v)
+        return self.drops(self.out(said.transpose(1, 2).flatten(2)))
+
+
+def attends(
+    name: str, *, root: bool = False, loads: bool = False, model: Callable[[], nn.Module] = Attends
+) -> Callable[[int, int], None]:
+    """``root``: the model is cut as one; ``loads``: it gets its weights behind that."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        whole = nn.Sequential(model(), nn.Linear(WIDE, WORDS))
+        columns, at = parallel.ColwiseParallel(), "0." if root else ""
+        plan = {f"{at}{one}": columns for one in ("qkv", "q", "k", "v") if hasattr(whole[0], one)}
+        cut = whole if root else whole[0]
+        parallel.parallelize_module(
+            cut, init_device_mesh("cpu", (world,)), {**plan, f"{at}out": parallel.RowwiseParallel()}
+        )
+        if loads:
+            with torch.no_grad():
+                for param in whole.parameters():
+                    param.mul_(0.5)
+        x, goal = torch.randn(4, 6, WIDE), torch.randint(WORDS, (4, 6))
+        taken(whole, adam(whole), fn.cross_entropy(whole(x).flatten(0, 1), goal.flatten()))
+
+    run.__name__ = name
+    return run
+
+
+_OTHERWISE = (
+    attends("cut_across_queries_and_keys", model=partial(Attends, fused=True)),
+    attends("cut_across_queries_and_keys_as_one", root=True, model=partial(Attends, fused=True)),
+    attends("heads_of_all_ranks_on_each", model=partial(Attends, heads=2)),
+)
+_AS_WHOLE = (
+    attends("cut_by_heads"),
+    attends("cut_by_heads_as_one", root=True),
+    attends("cut_by_heads_that_drop", model=partial(Attends, drops=0.1)),
+    attends("cut_by_heads_and_loaded", loads=True),
+)
 _PARTED = (ends_in_units_of_fsdp1, an_end_in_a_unit_of_fsdp1, ends_that_are_cut)
 WRONG_TIES: tuple[Loop, ...] = (
     *(Loop(run, ranks=2, rule="run.tie-broken") for run in _PARTED),
     Loop(from_nothing(tied=False), rule="run.tie-broken"),
     Loop(decayed_by_dims(behind=True), ranks=2, rule="run.decays-nothing"),
     Loop(width_beside_the_model, ranks=2, rule="run.not-averaged"),
+    *(Loop(run, ranks=2, rule="run.cut-otherwise") for run in _OTHERWISE),
 )
 _WHOLE = (ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards)
 _CUT = (ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_dims(behind=False))
@@ -235,5 +293,5 @@ _BESIDE = (width_beside_the_model_that_is_averaged, noise_of_each_rank, norms_of
 RIGHT_TIES: tuple[Loop, ...] = (
     Loop(beside_what_was_freed),
     Loop(from_nothing(tied=True)),
-    *(Loop(run, ranks=2) for run in (*_WHOLE, *_CUT, *_BESIDE)),
+    *(Loop(run, ranks=2) for run in (*_WHOLE, *_CUT, *_BESIDE, *_AS_WHOLE)),
 )

@@ -16,8 +16,8 @@ def _given(facts: RunFacts) -> InputFacts:
 
 def _padding(facts: RunFacts) -> Iterator[Hit]:
     for one in _given(facts).padding:
-        what = f"{one.samples} of {one.batch} samples have id {one.row}, the padding_idx of this table: its row"
-        yield Hit(one.line, f"{what} never trains, and the model says the same of all of them.")
+        what = f"Of {one.batch} samples {one.samples} ids are {one.row}, the padding_idx of this table, and no pads:"
+        yield Hit(one.line, f"{what} {one.said}. Its row stays 0.")
 
 
 def _ordered(facts: RunFacts) -> Iterator[Hit]:

@@ -31,6 +31,12 @@ def _twice(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(at(place.path), f"{names}: two average the same gradients.")
 
 
+def _cut(facts: RunFacts) -> Iterator[Hit]:
+    for line, name, apart in facts.window.cut_otherwise if facts.window is not None else ():
+        what = f"{name} computes otherwise since it was cut over the ranks here: by {apart:.2g} of its largest output,"
+        yield Hit(line, f"{what} given the same, with the weights that it had.")
+
+
 def _nested(facts: RunFacts) -> Iterator[Hit]:
     around = {place.path: place for place in facts.wrapped if {"ddp", "deepspeed"} & set(place.wrappers)}
     for place in facts.wrapped:
@@ -178,6 +184,18 @@ RULES: tuple[Rule, ...] = (
         fix="Unset TORCHDYNAMO_DISABLE, and leave torch._dynamo.config.disable False.",
         severity=Severity.WARNING,
         source=("pain 20",),
+    ),
+    Rule(
+        id="run.cut-otherwise",
+        summary="What is cut over ranks computes what it computed whole.",
+        check=_cut,
+        at=(Moment.AUDIT,),
+        fix=(
+            "Cut what is used in parts by these: a layer for the queries, one for the keys and one for the values, and "
+            "whole heads. Behind ColwiseParallel follows RowwiseParallel, which sums."
+        ),
+        severity=Severity.WARNING,
+        source=("torch parallelize_module", "torch ColwiseParallel"),
     ),
     Rule(
         id="run.one-unit",
