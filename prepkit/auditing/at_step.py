@@ -29,7 +29,7 @@ from prepkit.findings import Finding
 from prepkit.objects.names import sites
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
-from prepkit.observe.prepared.ranks import resting_apart
+from prepkit.observe.prepared.ranks import resting_apart, tied_over_stages
 from prepkit.observe.prepared.schedules import steps_its_own
 from prepkit.ranks.world import world
 
@@ -61,6 +61,8 @@ def audit_step(
     heard = None if window is None else window.facts(alive, model, inner(scheduler), optimizer)
     if heard is not None and window is not None and ask_ranks and world().carries_data and not heard.communicates:
         heard = evolve(heard, rests_apart=resting_apart(_beside_model(model, window.entered())))
+    if heard is not None and window is not None and ask_ranks and world().carries_data:
+        heard = evolve(heard, tied_over=tied_over_stages(model, window.inputs.looked_up()))
     loaders, awaited = _loaders(alive), () if window is None else window.awaited
     found = audit(
         model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited

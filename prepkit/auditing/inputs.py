@@ -152,6 +152,10 @@ class InputCalls:
             lost=tuple(self._shared.lost),
         )
 
+    def looked_up(self) -> frozenset[int]:
+        """The ``id``s of living tables in which ids were looked up."""
+        return frozenset(map(id, self._pads.tables))
+
     def leaves(self, module: nn.Module, given: Any, outputs: Any) -> None:
         """Hears what a model that trains was called with from outside of any other, and what it gave."""
         inputs = [one for one in tensors(given) if type(one) is Tensor and one.dim() and not one.is_meta]

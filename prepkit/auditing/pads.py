@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -52,10 +53,16 @@ class PadsRead:
 
     told: dict[str, PaddingRead] = field(factory=dict)
     """By line."""
+    _tables: dict[int, weakref.ref[Tensor]] = field(factory=dict)
     _samples: list[_Lookup] = field(factory=list)
     """Lookups of one id for each sample, since the last call of a model."""
     _texts: list[_Lookup] = field(factory=list)
     """Those of several, since a loss has counted classes."""
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """Those that are alive of all in which ids were looked up."""
+        return [one for known in self._tables.values() if (one := known()) is not None]
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -85,6 +92,8 @@ class PadsRead:
 
     def _looked_up(self, weight: Any, padding_idx: Any = None, **named: Any) -> None:
         ids = named["input"]
+        if isinstance(weight, nn.Parameter):
+            self._tables[id(weight)] = weakref.ref(weight)
         if padding_idx is None or torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta:
             return
         trains = torch.is_grad_enabled() and getattr(weight, "requires_grad", False)

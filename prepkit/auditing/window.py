@@ -74,8 +74,7 @@ BETWEEN = ("isend", "irecv", "all_to_all", "all_to_all_single")
 HANDS = BETWEEN[:2]
 """Those between two ranks, which ``send`` and ``recv`` make too."""
 SENDS = (*BETWEEN, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
-FILES = ("distributed_c10d", "c10d_logger", "nn/functional", "_functional_collectives")
-COLLECTIVES = tuple(f"distributed/{one}.py" for one in FILES)
+COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "distributed/nn/functional.py", "_functional_collectives.py")
 """Files of torch's that stand between a program and such a call."""
 PAST = ("accelerate.", "deepspeed.", "lightning.", "pytorch_lightning.", "transformers.")
 """Modules whose own code calls backward for a loop."""

@@ -296,6 +296,8 @@ class WindowFacts:
     one model, send none."""
     rests_apart: tuple[str, ...] = ()
     """Classes of models that train on no rank, and of which ranks that call them hold other weights."""
+    tied_over: tuple[tuple[str, str, int], ...] = ()
+    """Tables that begin as those of another stage, and step by another gradient: names of both, and whose the other."""
     strays_apart: tuple[tuple[int, ...], ...] = ()
     """Shapes of tensors of no module that are stepped beside what a wrapper averages, each rank by its own gradient."""
     averages_weights: str = ""

@@ -19,11 +19,12 @@ from prepkit.compat.accelerate import operations
 from prepkit.compat.accelerate.loaders import as_accelerate, prepared_alone, share_generators
 from prepkit.compat.accelerate.loop import AcceleratedLoop
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
-from prepkit.config import Config, Intent, Single
+from prepkit.config import Config, Intent
 from prepkit.loading.loader import Loader
 from prepkit.loading.passes import Passes
 from prepkit.objects.joint_optimizer import ticks_left
 from prepkit.objects.unwrap import PREPARED, unwrap
+from prepkit.resolve.entry_points import through
 from prepkit.training.prepared import Prepared
 
 KINDS = {
@@ -205,10 +206,9 @@ class Preparation:
 
 
 def _methods_alone(config: Config) -> Config:
-    """On one process methods beside ``forward`` stay as they are, out of its precision, as under accelerate."""
-    if config.entry_points is not None or not isinstance(config.engine, Single):
-        return config
-    return evolve(config, entry_points=())
+    """Methods beside ``forward`` stay as they are, out of its precision, where no engine asks for more (accelerate)."""
+    alone = config.entry_points is None and through(config) == "forward"
+    return evolve(config, entry_points=()) if alone else config
 
 
 def _of(schedulers: list[Any], optimizer: Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,30 @@ def resting_apart(called: Sequence[nn.Module]) -> tuple[str, ...]:
     if any([one[:2] for one in told] != [one[:2] for one in mine] for told in every):
         return ()
     return tuple(name for at, (name, _, _) in enumerate(mine) if len({told[at][2] for told in every}) > 1)
+
+
+def tied_over_stages(model: nn.Module, looked_up: Collection[int]) -> tuple[tuple[str, str, int], ...]:
+    """Matrices of this rank that begin as one of another stage does, and are about to step by another gradient.
+
+    In one of the two ids were looked up (``looked_up``, by ``id``), in the other none: stages that were seeded alike
+    have layers of one kind alike. Each with the other's name and rank. Collective where stages differ.
+    """
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    if not world().carries_data or world().same([name for name, _ in trained]):
+        return ()
+    held = [(name, one) for name, one in trained if one.dim() == 2 and one.grad is not None and _is_plain(one)]
+    mine = [
+        (name, tuple(one.shape), id(one) in looked_up, fingerprint(one.detach()), fingerprint(one.grad))
+        for name, one in held
+        if one.grad is not None and one.grad.layout is torch.strided
+    ]
+    return tuple(
+        (name, other, rank)
+        for rank, told in enumerate(world().gather(mine))
+        for other, *theirs, slope in told
+        for name, *ours, own in mine
+        if theirs[0] == ours[0] and theirs[1] != ours[1] and theirs[2] == ours[2] and slope != own
+    )
 
 
 def _is_plain(param: Tensor) -> bool:

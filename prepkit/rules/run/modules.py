@@ -188,6 +188,7 @@ def _part_in_eval(facts: RunFacts) -> Iterator[Hit]:
 
 _ASSIGNED = "Tie them after the load, as by head.weight = embedding.weight, and make the optimizer after that."
 _ONE_UNIT = "Leave both in one unit, that of the root or of a module around them; layers that are cut, tie behind it."
+_OVER_STAGES = "Sum the gradients of both before each step: dist.all_reduce(table.grad, group=...) of these ranks."
 _AGAIN = "Call model.tie_weights() after what replaced one of them, and make the optimizer again."
 
 
@@ -196,6 +197,10 @@ def _untied(facts: RunFacts) -> Iterator[Hit]:
     for first, second, by in facts.window.untied if facts.window is not None else ():
         what = f"{by} has made two tensors of `{first}` and `{second}`, which were one parameter: they train apart."
         yield Hit(at(second), what, _AGAIN if by == "to_empty" else _ASSIGNED if by.startswith("load") else _ONE_UNIT)
+    for name, other, rank in facts.window.tied_over if facts.window is not None else ():
+        what = f"It begins as `{other}` of rank {rank} does, one a table to look up in and the other none, and each"
+        what = f"{what} is about to step by a gradient of its own: a tie over stages."
+        yield Hit(at(name), what, _OVER_STAGES, milder=True)
     for before, now in facts.running:
         held = [set(group) for group in now.ties]
         for group in before.ties:
@@ -311,6 +316,7 @@ RULES: tuple[Rule, ...] = (
         at=(Moment.APPLY, Moment.AUDIT, Moment.DRIFT),
         needs=(Need.BEFORE,),
         fix="Call model.tie_weights() before the model is wrapped, or write tie_word_embeddings=False.",
+        milder="over stages, where tables may be meant to begin alike and no more",
         source=("pain 10",),
     ),
     Rule(
