@@ -27,7 +27,7 @@ from prepkit.observe.fingerprints.parts import masters_apart
 from prepkit.observe.prepared.around import accelerate_window, averages_by_hand, local_sgd, sends_by_hand
 from prepkit.observe.prepared.averaging import left_waiting
 from prepkit.observe.prepared.look import BEFORE_A_STEP, look, optimizers_of
-from prepkit.observe.prepared.mixing import mixes_empty
+from prepkit.observe.prepared.mixing import mixes_empty, writes_lost
 from prepkit.observe.prepared.optimizers import past_engine
 from prepkit.ranks.arrivals import LOOK_S, Arrivals
 from prepkit.ranks.world import world
@@ -81,7 +81,12 @@ def audit(
             facts = evolve(facts, masters_apart=masters_apart(model))
     if facts.world_size > 1:
         sends = sends_by_hand() if window is None else ""
-        facts = evolve(facts, averages_beside=_averages_beside(facts, model), mixes_empty=mixes_empty(model))
+        facts = evolve(
+            facts,
+            averages_beside=_averages_beside(facts, model),
+            mixes_empty=mixes_empty(model),
+            writes_lost=writes_lost(model),
+        )
         facts = evolve(facts, averages_by_hand=averages_by_hand(), sends_by_hand=sends, local_sgd=local_sgd())
     findings = findings_of(rules, facts)
     again = RunningLook(

@@ -399,6 +399,8 @@ class RunFacts:
     """Places in the program that would write shards, by ``save_pretrained`` or ``torch.save``."""
     mixes_empty: tuple[str, ...] = ()
     """Places in the program that mix weights of two modules which ZeRO-3 keeps empty."""
+    writes_lost: tuple[str, ...] = ()
+    """Those that write into weights which DeepSpeed has gathered to be read."""
     accumulation: int | None = None
     """Micro-batches per step that accelerate counts; None: it is not in use."""
     world_size: int = 1

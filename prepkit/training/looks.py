@@ -29,7 +29,7 @@ from prepkit.objects.whole_gradients import average_without
 from prepkit.observe.prepared.around import saved_in_parts
 from prepkit.observe.prepared.averaging import awaited, reduced
 from prepkit.observe.prepared.gradients import Watched, as_they_came, reducer
-from prepkit.observe.prepared.mixing import mixes_empty
+from prepkit.observe.prepared.mixing import mixes_empty, writes_lost
 from prepkit.observe.prepared.optimizers import LastSteps
 from prepkit.observe.prepared.ranks import buffers_apart
 from prepkit.observe.prepared.step import StepLook
@@ -266,7 +266,12 @@ class Looks:
         )
         if first:
             model = self.look.model
-            facts = evolve(facts, saves_shards=saved_in_parts(model), mixes_empty=mixes_empty(model))
+            facts = evolve(
+                facts,
+                saves_shards=saved_in_parts(model),
+                mixes_empty=mixes_empty(model),
+                writes_lost=writes_lost(model),
+            )
         asked = answers(once, Moment.FIRST_STEP, facts)
         self.court.hear((*findings_of(often, facts), *(found for one in asked for found in one.found)))
         self._given = 0

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from prepkit.auditing.libraries import LibraryCalls
-from prepkit.observe.prepared.mixing import mixes_empty
+from prepkit.observe.prepared.mixing import mixes_empty, writes_lost
 from tests.audit.by_libraries import engine_of
 from tests.support.gang import Gang
 from tests.support.launch import launched
 
+WITHIN = "for param in engine.module.parameters():\n                param.data.clamp_(-0.01, 0.01)"
 CLAMPED = "for param in engine.module.parameters():\n            param.data.clamp_(-0.01, 0.01)"
 PROGRAMS = {
     "clamped": ("", CLAMPED, "clamp_"),
@@ -23,8 +24,13 @@ PROGRAMS = {
     "in its place": ("", "engine.module.head.weight.data.clamp_(-1, 1).mul_(2)", "clamp_"),
     "gathered": (
         "",
-        f"with GatheredParameters(engine.parameters()):\n            {CLAMPED.replace('    ' * 3, '    ' * 4)}",
+        f"with GatheredParameters(engine.parameters(), modifier_rank=0):\n            {WITHIN}",
         "",
+    ),
+    "gathered to be read": (
+        "",
+        f"with GatheredParameters(engine.parameters()):\n            {WITHIN}",
+        "lost: ",
     ),
     "before the loop": (CLAMPED.replace("    " * 3, "    " * 2), "pass", ""),
     "gradients": ("", "for param in engine.parameters():\n            param.grad.zero_()", ""),
@@ -48,8 +54,12 @@ def told_of(rank: int, world: int, texts: dict[str, str], stage: int, folder: st
     for at, (name, text) in enumerate(texts.items()):
         program = Path(folder, f"program-{rank}-{at}.py")
         program.write_text(text)
-        found[name] = runpy.run_path(str(program), {"mixes_empty": mixes_empty})["train"](engine)
+        found[name] = runpy.run_path(str(program), {"told_now": told_now})["train"](engine)
     return found
+
+
+def told_now(engine: nn.Module) -> tuple[str, ...]:
+    return (*mixes_empty(engine), *(f"lost: {one}" for one in writes_lost(engine)))
 
 
 def program(before: str, behind: str) -> str:
@@ -57,7 +67,7 @@ def program(before: str, behind: str) -> str:
 def train(engine):
     {before or "pass"}
     for _ in range(3):
-        told = mixes_empty(engine)
+        told = told_now(engine)
         if told is not None:
             return told
         {behind}

@@ -7,7 +7,7 @@ import gc
 import re
 import sys
 import sysconfig
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import islice, takewhile
 from pathlib import Path
@@ -458,12 +458,17 @@ def _calls_of(method: str, file: str) -> Iterator[ast.Call]:
             yield node
 
 
-def ungathered(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield every node of a tree, but those inside a ``with`` that gathers parameters."""
+def gathers(context: ast.expr) -> bool:
+    """Return whether a ``with`` that enters this gathers parameters."""
+    return bool(_GATHERS.search(ast.unparse(context)))
+
+
+def ungathered(tree: ast.AST, inside: Callable[[ast.expr], bool] = gathers) -> Iterator[ast.AST]:
+    """Yield every node of a tree, but those inside a ``with`` that gathers parameters, or enters what is said."""
     waiting = [tree]
     while waiting:
         node = waiting.pop(0)
-        if isinstance(node, ast.With) and any(_GATHERS.search(ast.unparse(one.context_expr)) for one in node.items):
+        if isinstance(node, ast.With) and any(inside(one.context_expr) for one in node.items):
             continue
         yield node
         waiting += ast.iter_child_nodes(node)

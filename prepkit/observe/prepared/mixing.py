@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from prepkit.objects import names, zero3
 from prepkit.observe.prepared.around import (
+    gathers,
     is_foreign,
     known,
     name_of,
@@ -58,11 +59,20 @@ def mixes_empty(model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _writes_empty(frame: FrameType) -> Iterator[str]:
+def writes_lost(model: nn.Module) -> tuple[str, ...]:
+    """Likewise where it writes into what is gathered to be read, which DeepSpeed throws away."""
+    if not any(map(zero3.is_partitioned, names.unwrap_root(model)[-1].parameters())):
+        return ()
+    met = {one for frame in own_frames() for one in _writes_empty(frame)}
+    gathered = (one for frame in own_frames() for one in _writes_empty(frame, _keeps))
+    return tuple(dict.fromkeys(one for one in gathered if one not in met))
+
+
+def _writes_empty(frame: FrameType, inside: Callable[[ast.expr], bool] = gathers) -> Iterator[str]:
     """Yield statements that a function has still to come to, or comes to again, and that write into such a weight."""
     code, tree = frame.f_code, parsed(frame.f_code.co_filename)
     lines = outermost(code, frame.f_lineno), max((line for _, _, line in code.co_lines() if line), default=0)
-    coming = [one for one in ungathered(tree) if lines[0] <= getattr(one, "lineno", 0) <= lines[1]]
+    coming = [one for one in ungathered(tree, inside) if lines[0] <= getattr(one, "lineno", 0) <= lines[1]]
     made: dict[str, ast.expr] = {}
     for one in coming:
         match one:
@@ -75,6 +85,13 @@ def _writes_empty(frame: FrameType) -> Iterator[str]:
         weight = made.get(weight.id, weight) if isinstance(weight, ast.Name) else weight
         if weight is not None and any(map(zero3.is_partitioned, _weights(frame, weight))):
             yield f"{Path(code.co_filename).name}:{getattr(one, 'lineno', 0)}: {ast.unparse(one)}"
+
+
+def _keeps(context: ast.expr) -> bool:
+    """Return whether it gathers parameters, and says whose writes all ranks get, as DeepSpeed asks of who writes."""
+    said = getattr(context, "keywords", ())
+    named = any(one.arg in (None, "modifier_rank") for one in said) or len(getattr(context, "args", ())) > 1
+    return gathers(context) and (named or "GatheredParameters" not in ast.unparse(context))
 
 
 def _weights(frame: FrameType, node: ast.expr) -> Iterable[Any]:

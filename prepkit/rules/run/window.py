@@ -62,6 +62,9 @@ def _mixes_empty(facts: RunFacts) -> Iterator[Hit]:
     if facts.mixes_empty:
         what = f"{'; '.join(facts.mixes_empty)} meets empty tensors: ZeRO 3 holds a parameter whole in its own forward."
         yield Hit("model", what)
+    if facts.writes_lost:
+        what = f"{'; '.join(facts.writes_lost)} writes into what is gathered to be read: DeepSpeed throws it away."
+        yield Hit("model", what, "Name a rank whose writes all get: GatheredParameters(weights, modifier_rank=0).")
 
 
 def _whole_state(facts: RunFacts) -> Iterator[Hit]:
