@@ -564,9 +564,15 @@ BROKEN: dict[str, RunFacts] = {
 
 
 OTHERWISE: dict[str, RunFacts] = {
-    "run.mixes-empty": told(begun_empty=(("zeros_", "train.py:12"),)),
+    "run.mixes-empty": evolve(
+        told(begun_empty=(("zeros_", "train.py:12"),)), writes_lost=("train.py:9: weight.mul_(0.5)",)
+    ),
     "run.tie-broken": evolve(
-        FINE, window=WindowFacts(untied=(("embed.weight", "head.weight", "load_state_dict(assign=True)"),))
+        FINE,
+        window=WindowFacts(
+            tied_over=(("table", "head.weight", 1),),
+            untied=(("embed.weight", "head.weight", "load_state_dict(assign=True)"),),
+        ),
     ),
     "run.forward-elsewhere": evolve(FINE, window=WindowFacts(elsewhere=("Net",))),
     "run.ticked-early": evolve(
