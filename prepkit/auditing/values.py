@@ -7,9 +7,8 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.loops import Draws, random_states
+from prepkit.auditing.said import said
 from prepkit.auditing.shapes import call_at, is_being_made, may_be_cut, permuted, was_padded
 from prepkit.auditing.written import MOST_LOOKS, CallPlace, Writes, place_of
 from prepkit.facts.values import Permuted, ValueFacts
@@ -31,7 +31,6 @@ from prepkit.observe.prepared.around import (
     name_of,
     nodes,
     nodes_of,
-    own_frames,
     parsed,
 )
 from prepkit.observe.prepared.instead import around_calls
@@ -77,6 +76,8 @@ class Computing:
     """Means of whole numbers, of which most are none."""
     _blended: dict[str, None] = field(factory=dict)
     """Lines that make whole numbers of these."""
+    _inverted: dict[str, None] = field(factory=dict)
+    """Lines that turn whole numbers of 0 and 1 into -1 and -2."""
     _writes: Writes = field(factory=Writes)
     _seeds: dict[str, _Seeded] = field(factory=dict)
     """By line of the program."""
@@ -95,6 +96,7 @@ class Computing:
                 stack.enter_context(around_calls(Tensor, name, partial(self._casts, name)))
             stack.enter_context(around_calls(torch, "manual_seed", self._seeded))
             stack.enter_context(around_calls(nn.functional, "interpolate", self._interpolates))
+            stack.enter_context(around_calls(Tensor, "__invert__", self._inverts))
             stack.enter_context(self._writes.on())
             yield
 
@@ -106,8 +108,8 @@ class Computing:
             emptied=tuple(one for one in self._emptied.values() if one is not None),
             reseeded=tuple(self._reseeded()),
             repeated=self._draws.told(),
-            not_called=tuple(_not_called()),
-            none_given=tuple(_none_given()),
+            **said(),
+            inverted=tuple(self._inverted),
             blended=tuple(self._blended),
             lost_sums=tuple(self._writes.lost.values()),
             written_away=tuple(self._writes.away.values()),
@@ -125,6 +127,15 @@ class Computing:
             self._seeds[line] = _Seeded(seed, stands, at, random_states())
             self._draws.seeds(seed, stands, frames)
         return seeded
+
+    def _inverts(self, plain: Any, given: Any) -> Any:
+        result = plain(given)
+        readable = type(given) is Tensor and not given.is_meta and torch._C._functorch.maybe_current_level() is None
+        if readable and not torch.compiler.is_compiling() and given.dtype is not torch.bool and given.numel() > 1:
+            line = line_of_program(frames_above(__file__))
+            if line and line not in self._inverted and bool(((given == 0) | (given == 1)).all()):
+                self._inverted[line] = None
+        return result
 
     def _reseeded(self) -> Iterator[tuple[str, int]]:
         """Lines that seed in each step with one number, which nobody has put back since, and what is drawn by then."""
@@ -286,69 +297,6 @@ def _given_for(name: str, maker: ast.FunctionDef, stands: list[Line]) -> ast.exp
     defaults = [*zip(reversed(maker.args.args), reversed(maker.args.defaults), strict=False)]
     defaults += [(arg, one) for arg, one in zip(maker.args.kwonlyargs, maker.args.kw_defaults, strict=True) if one]
     return found.get(name, next((one for arg, one in defaults if arg.arg == name), None))
-
-
-def _not_called() -> Iterator[tuple[str, str]]:
-    """Yield lines of the files whose functions run that name a method and do not call it: ``model.eval``."""
-    for file in dict.fromkeys(one.f_code.co_filename for one in own_frames()):
-        for one in nodes_of(parsed(file), ast.Expr):
-            match one:
-                case ast.Expr(value=ast.Attribute(attr=name)) if name in DOING:
-                    yield f"{Path(file).name}:{one.lineno}", ast.unparse(one.value)
-
-
-def _none_given() -> Iterator[tuple[str, str, str]]:
-    """Yield lines that give on what changes a list, a set or a table, which is None, and who takes it."""
-    for file in dict.fromkeys(one.f_code.co_filename for one in own_frames()):
-        yield from _nones_of(parsed(file), Path(file).name)
-
-
-@lru_cache(maxsize=16)  # it is asked before each step
-def _nones_of(tree: ast.AST, file: str) -> tuple[tuple[str, str, str], ...]:
-    found = []
-    kinds = {ast.unparse(one.targets[0]): _collection(one.value) for one in nodes_of(tree, ast.Assign)}
-    stored = Counter(ast.unparse(target) for one in nodes_of(tree, ast.Assign) for target in one.targets)
-    for one in nodes_of(tree, ast.Call, ast.Assign):
-        for taker, value in _given_on(one):
-            match value:
-                case ast.Call(func=ast.Attribute(value=held, attr=name)):
-                    said = ast.unparse(held)
-                    kind = _collection(held) or (kinds.get(said) if stored[said] == 1 else None)
-                    if kind is not None and name in CHANGES[kind]:
-                        found.append((f"{file}:{value.lineno}", taker, ast.unparse(value)))
-    return tuple(found)
-
-
-def _given_on(node: ast.Call | ast.Assign) -> Iterator[tuple[str, ast.expr]]:
-    """Yield what a call is given, by name where it has one, or a name that is for use."""
-    match node:
-        case ast.Call(args=args, keywords=named):
-            yield from ((ast.unparse(node.func), one) for one in args)
-            yield from ((one.arg or ast.unparse(node.func), one.value) for one in named)
-        case ast.Assign(targets=[ast.Name(name)], value=value) if not name.startswith("_"):
-            yield name, value
-
-
-def _collection(node: ast.expr) -> type | None:
-    """The class of what is written as a list, a set or a table; None: it is none of them."""
-    match node:
-        case ast.List() | ast.ListComp() | ast.Call(func=ast.Name("list" | "sorted")):
-            return list
-        case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set")):
-            return set
-        case ast.Dict() | ast.DictComp() | ast.Call(func=ast.Name("dict")):
-            return dict
-    return None
-
-
-CHANGES: dict[type, frozenset[str]] = {
-    list: frozenset({"append", "extend", "insert", "remove", "clear", "reverse", "sort"}),
-    set: frozenset({"add", "update", "discard", "remove", "clear"}),
-    dict: frozenset({"update", "clear"}),
-}
-"""Methods that return None."""
-DOING = frozenset({"eval", "train", "zero_grad", "step", "backward", "update", "barrier", "close", "flush"})
-"""Methods whose name alone does nothing."""
 
 
 def _as_often(before: Iterable[Line], now: Iterable[Line]) -> bool:

@@ -54,6 +54,12 @@ class ValueFacts:
     none_given: tuple[tuple[str, str, str], ...] = ()
     """Lines that give on what a method of a list, set or table returns that changes it: the line, what takes it (empty:
     a name), and the call."""
+    unused: tuple[tuple[str, str], ...] = ()
+    """Lines that are one call, which changes nothing and whose result nobody takes, and the call."""
+    ranked: tuple[tuple[str, str, str], ...] = ()
+    """Lines that count with an order as if it were places: its name, and the line that sorts."""
+    inverted: tuple[str, ...] = ()
+    """Lines that invert whole numbers which are 0 or 1."""
     blended: tuple[str, ...] = ()
     """Lines that make whole numbers of means of whole numbers, as of classes that were interpolated."""
     lost_sums: tuple[LostSums, ...] = ()

@@ -514,6 +514,9 @@ BROKEN: dict[str, RunFacts] = {
             ("train.py:12", "", "names.sort()"),
         )
     ),
+    "run.result-unused": computed(unused=(("train.py:12", "data.shuffle(seed=0)"),)),
+    "run.order-ranked": computed(ranked=(("train.py:31", "place", "train.py:30"),)),
+    "run.mask-inverted": computed(inverted=("train.py:9",)),
     "run.not-called": computed(not_called=(("train.py:31", "model.eval"),)),
     "run.views-apart": asked(views_apart=128),
     "run.target-given": asked(holds="x[:, 23]", shown="x[:, 24:29]"),

@@ -580,6 +580,34 @@ for image, mask in DataLoader(Pictures(), 4, shuffle=True):
     fn.binary_cross_entropy_with_logits(model(image), mask).backward()
     optimizer.step()
 """
+SORTED = (
+    BEGINS
+    + """
+import datasets
+from torch.nn import functional as fn
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+data = datasets.Dataset.from_dict({"x": [[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 8, "y": [0] * 8 + [1] * 8})
+data = data.with_format("torch")
+data.shuffle(seed=0)
+for batch in data.iter(batch_size=4):
+    optimizer.zero_grad()
+    scores = model(batch["x"])
+    scores.clamp(-9, 9)
+    place = scores.detach()[:, 0].argsort(descending=True)
+    gain = 1 / torch.log2(place + 2.0)
+    flags = torch.tensor([0, 1, 0, 1])
+    other = ~flags
+    (fn.cross_entropy(scores, batch["y"], reduction="none") * gain * other).mean().backward()
+    optimizer.step()
+"""
+)
+PLACED = SORTED.replace("\ndata.shuffle", "\ndata = data.shuffle").replace(
+    "    scores.clamp(-9, 9)\n", "    scores = scores.clamp(-9, 9)\n"
+)
+PLACED = PLACED.replace("descending=True)", "descending=True).argsort()").replace(
+    "[0, 1, 0, 1]", "[False, True, False, True]"
+)
 SEEDED = """seed = random.random()
         random.seed(seed)
         image = self.turn(image)
@@ -597,6 +625,11 @@ SEEDED = """seed = random.random()
         (MOVES, 1, "run.moved-apart at train.py:19: `image` and `mask` are flipped, turned or cut at random"),
         (MOVES.replace("return self.turn(image), self.turn(mask)", SEEDED), 1, ""),
         (MOVES.replace("self.turn(image), self.turn(mask)", "self.brighten(image), mask"), 1, ""),
+        (SORTED, 1, "run.result-unused at train.py:14: `data.shuffle(seed=0)` changes nothing"),
+        (SORTED, 1, "run.result-unused at train.py:18: `scores.clamp(-9, 9)` changes nothing"),
+        (SORTED, 1, "run.order-ranked at train.py:20: `place` says which element stands at each place (train.py:19)"),
+        (SORTED, 1, "run.mask-inverted at train.py:22: ~ is given whole numbers"),
+        (PLACED, 1, ""),
         (PERTURBS + "model.eval\n", 1, "run.not-called at train.py:22: `model.eval` names the method"),
         (AVERAGES, 1, "run.average-idle at model: train.py:10: old = 0.9 * old + 0.1 * new binds a name"),
         (AVERAGES.replace("old = 0.9 * old + 0.1 * new", "old.mul_(0.9).add_(new, alpha=0.1)"), 1, ""),
@@ -626,6 +659,11 @@ SEEDED = """seed = random.random()
         "moved apart",
         "moved by one seed",
         "brightened",
+        "shuffled for nobody",
+        "clamped for nobody",
+        "counted by an order",
+        "numbers inverted",
+        "taken and placed",
         "not called",
         "bound to a name",
         "mixed",

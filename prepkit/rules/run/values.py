@@ -52,6 +52,23 @@ def _none_given(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(line, f"{what}: that is what {f'`{taker}`' if taker else 'the name'} gets.")
 
 
+def _unused(facts: RunFacts) -> Iterator[Hit]:
+    for line, said in _values(facts).unused:
+        yield Hit(line, f"`{said}` changes nothing, and nobody takes what it gives.")
+
+
+def _ranked(facts: RunFacts) -> Iterator[Hit]:
+    for line, name, sorts in _values(facts).ranked:
+        what = f"`{name}` says which element stands at each place ({sorts}), and is counted with as if it said"
+        yield Hit(line, f"{what} at which place each element stands.", f"Write {name}.argsort() for the places.")
+
+
+def _inverts(facts: RunFacts) -> Iterator[Hit]:
+    for line in _values(facts).inverted:
+        what = "~ is given whole numbers that are 0 or 1, and makes -1 and -2 of them (255 and 254 of uint8)"
+        yield Hit(line, f"{what}: no mask.")
+
+
 def _blends(facts: RunFacts) -> Iterator[Hit]:
     for line in _values(facts).blended:
         what = "Whole numbers, as of classes, were interpolated, and what it makes whole again are means of them"
@@ -114,6 +131,33 @@ RULES: tuple[Rule, ...] = (
         fix="Write the brackets.",
         severity=Severity.WARNING,
         source=("Python",),
+    ),
+    Rule(
+        id="run.result-unused",
+        summary="What a call gives is taken, where it changes nothing.",
+        check=_unused,
+        at=(Moment.AUDIT,),
+        fix="Give the result its name: data = data.shuffle(seed=0), or write the method that ends with _.",
+        severity=Severity.WARNING,
+        source=("datasets Dataset", "torch Tensor"),
+    ),
+    Rule(
+        id="run.order-ranked",
+        summary="Places are those of elements, and no order of them.",
+        check=_ranked,
+        at=(Moment.AUDIT,),
+        fix="Sort twice: x.argsort(descending=True).argsort().",
+        severity=Severity.WARNING,
+        source=("torch argsort",),
+    ),
+    Rule(
+        id="run.mask-inverted",
+        summary="What ~ inverts is true or false.",
+        check=_inverts,
+        at=(Moment.AUDIT,),
+        fix="Write mask.bool() first, or 1 - mask.",
+        severity=Severity.WARNING,
+        source=("torch bitwise_not",),
     ),
     Rule(
         id="run.none-given",
