@@ -281,7 +281,7 @@ class Recorder(Turns):
         if self.stepped and not self.done and torch.is_grad_enabled():
             self._complete()
         if self._ready and torch.is_grad_enabled():
-            self._over()
+            self.over()
         if self.done or self.root is None or not torch.is_grad_enabled():
             self._next.called = self._next.called or torch.is_grad_enabled()
             self._again = self._again or (torch.is_grad_enabled() and all(one.done for one in self.family))
@@ -339,7 +339,7 @@ class Recorder(Turns):
             return plain(outputs, inputs, *args, **kwargs)
         if self.done and self._again:
             self._next.went = True
-            self._over()
+            self.over()
         if not self.done:
             self.around.asks(wanted)
         return self._goes(partial(plain, outputs, inputs, *args, **kwargs), outputs, given.get("grad_outputs"))
@@ -386,7 +386,7 @@ class Recorder(Turns):
         if self.done and holds(self.root, which):
             self._ready = self.lingers and not with_gradients(self.root)
             if self._next.undecided and not self._next.left_of(self.root, self._tensors):
-                self._over()
+                self.over()
         elif not kept and holds(self.root, which) and not with_gradients(self.root):
             self.around.cleared(self._micros)
             self._calls = [call for call in self._calls if call.micro < 0]

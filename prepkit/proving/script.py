@@ -7,21 +7,24 @@ import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+import torch.distributed as dist
+from attrs import define, evolve
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere, heard_behind
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import as_main, audited_at_first_step, told
+from prepkit.auditing.window import SENDS, goes_backward
 from prepkit.facts.proof import HandedBack, ProofFacts
 from prepkit.findings import Finding, Severity
+from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving.called import digest
 from prepkit.proving.handed import handed_back, sides
 from prepkit.proving.proof import Proof, found_in, joined, prove_records
@@ -115,11 +118,13 @@ def prove_script(
 
     steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals(gives_up)
     behind, strays = HeardBehind(), HeardStrays()
-    recorder = Recorder(when_done=end, agrees=_in_turn(arrivals), traces=keep is not None, lingers=True)
+    turns = TurnsOfRanks(arrivals)
+    recorder = Recorder(when_done=end, agrees=turns.agrees, traces=keep is not None, lingers=True)
     hook = register_optimizer_step_post_hook(counted)
     try:
         alone = partial(_forget, recorder, steps)
-        with recorder.on(), audited_at_first_step(looked, arrivals, alone=alone, later=behind.later):
+        look = audited_at_first_step(looked, arrivals, alone=alone, later=behind.later)
+        with recorder.on(), look, turns.on(recorder):
             _run(script, arguments, arrivals)
         arrivals.meet(AT_END, last=True)
         arrivals.meet("the proof", last=True)
@@ -169,10 +174,42 @@ def _goes_on(found: Audit, arrivals: Arrivals) -> None:
         raise StillWaits(WAITING)
 
 
-def _in_turn(arrivals: Arrivals) -> Callable[[bool], bool]:
-    """As ``Turns.agrees``: a rank that ended its window alone would leave the others in a collective."""
-    turns = count()
-    return lambda waits: arrivals.wanted(f"the end of turn {next(turns)}", waits, AT_END)
+@define(eq=False)
+class TurnsOfRanks:
+    """A rank that ended its window alone would leave the others in a collective."""
+
+    arrivals: Arrivals
+    _turns: int = 0
+    _collectives: int = 0
+
+    @property
+    def _end(self) -> str:
+        return f"the end of turn {self._turns}"
+
+    def agrees(self, waits: bool) -> bool:  # as ``Turns.agrees``
+        """As ``Turns.agrees``."""
+        end, self._turns = self._end, self._turns + 1
+        return self.arrivals.wanted(end, waits, AT_END)
+
+    @contextmanager
+    def on(self, recorder: Recorder) -> Iterator[None]:
+        """Inside, a rank that has stepped looks before each collective of the program whether the others come there.
+
+        Where one has begun its next window, as by the call of a model that this rank leaves out, its own is over too.
+        """
+
+        def comes(plain: Callable[..., Any], *given: Any, **named: Any) -> Any:
+            over = recorder.root is not None and all(one.done for one in recorder.family) and not recorder.ending
+            if over and not goes_backward():
+                at, self._collectives = self._collectives, self._collectives + 1
+                if not self.arrivals.all_come(f"collective {at}", f"{self._end} wants"):
+                    recorder.over()
+            return plain(*given, **named)
+
+        with ExitStack() as stack:
+            for name in SENDS:
+                stack.enter_context(around_calls(distributed_c10d, name, comes, also=dist))
+            yield
 
 
 def _left_apart(arrivals: Arrivals, apart: RanksApart) -> Proof:

@@ -299,7 +299,7 @@ class Turns:
         if self._again and not self._next.closed:
             self._next.left_of(self.root, self._tensors)
         if self._again and not self._next.undecided:
-            self._over()
+            self.over()
 
     def _steps_again(self) -> None:
         """The next window of this model: what has not stepped by now may still do so."""
@@ -314,7 +314,7 @@ class Turns:
             keep_changed(self._parts, self._tensors, self._keep)
         self._ready, self._next.closed = False, True
 
-    def _over(self) -> None:
+    def over(self) -> None:
         """Nothing more of this model is to be seen: the window is over, where all are done."""
         self._close()
         self.family[0]._ended()

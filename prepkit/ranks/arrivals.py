@@ -251,6 +251,23 @@ class Arrivals:
             time.sleep(pause(time.monotonic() - began))
         return here
 
+    def all_come(self, place: str, elsewhere: str) -> bool:
+        """Return True once every rank is at a place, or one has ended; False once one is ``elsewhere``.
+
+        Where ranks send each other tensors, or one is given up, nothing is waited for.
+        """
+        if self.hands or (peers := self._joined()) is None:
+            return True
+        began, each = time.monotonic(), range(peers.world)
+        peers.store.set(f"{place}/{peers.rank}", "here")
+        while not peers.store.check([f"{place}/{one}" for one in each]):
+            if any(peers.store.check([f"{elsewhere}/{one}"]) for one in each):
+                return False
+            if peers.store.check([VERDICT]) or any(_read(peers, one).ended for one in each):
+                break
+            time.sleep(pause(time.monotonic() - began))
+        return True
+
     def wanted(self, place: str, wants: bool, end: str) -> bool:
         """Return whether any rank wants it, once all are here; ranks that have come to their ``end`` want nothing.
 

@@ -83,6 +83,28 @@ scaler.scale(model(torch.ones(2, 4)).sum() * (float("inf") if dist.get_rank() el
 scaler.step(optimizer)
 dist.barrier()
 """
+ONE_HAS_NOTHING = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for at in range(6):
+    rows = 0 if at % 3 == 1 and dist.get_rank() else 4
+    optimizer.zero_grad()
+    if rows:
+        model(torch.randn(rows, 4, generator=generator)).square().mean(1).sum().backward()
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+    sums = torch.cat([*(one.flatten() for one in grads), torch.tensor([float(rows)])])
+    dist.all_reduce(sums)
+    parts = (sums / sums[-1])[:-1].split([one.numel() for one in grads])
+    for one, part in zip(model.parameters(), parts):
+        one.grad = part.view_as(one)
+    optimizer.step()
+"""
 SLOW = "import time; time.sleep(13 * dist.get_rank())  # as one rank reads a large file"
 
 
@@ -140,6 +162,14 @@ def test_a_rank_that_leaves_out_a_later_step_is_named_and_not_asked_in_another(t
     assert "Rank 0 has come to step 3, and rank 1 has not: rank 1 has called a model 4 times, gone backward" in said
     assert "rank 0 has called a model 3 times, gone backward 3 times and stepped 2 times" in said
     assert re.search(r"Rank 1 has waited for other ranks for 1\d s, in backward \(train.py:10\)", said), said
+
+
+def test_a_rank_that_has_no_sample_in_its_next_step_ends_its_window_with_the_others(
+    tmp_path: Path, forked_torchrun: list[Ran]
+) -> None:
+    (tmp_path / "train.py").write_text(ONE_HAS_NOTHING)
+    assert run("audit", str(tmp_path / "train.py"), "--torchrun", "2", "--prove").exit_code == 0, forked_torchrun
+    assert "2 gradients, 2 steps: trained as plain torch trains it" in "".join(one.out for one in forked_torchrun)
 
 
 def test_a_rank_whose_scaler_leaves_its_step_out_is_named(tmp_path: Path) -> None:
