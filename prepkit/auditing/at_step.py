@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.audit import audit
+from prepkit.auditing.cuts import parts_alike
 from prepkit.auditing.looks import (
     PUT_AROUND,
     Earlier,
@@ -63,6 +64,8 @@ def audit_step(
         heard = evolve(heard, rests_apart=resting_apart(_beside_model(model, window.entered())))
     if heard is not None and window is not None and ask_ranks and world().carries_data:
         heard = evolve(heard, tied_over=tied_over_stages(model, window.inputs.looked_up()))
+        alike = parts_alike(model)
+        heard = evolve(heard, parts_alike=() if window.cuts.draws else tuple(alike.items()))
     loaders, awaited = _loaders(alive), () if window is None else window.awaited
     found = audit(
         model, optimizers, scheduler, loaders, ask_ranks=ask_ranks, at_step=made, window=heard, awaited=awaited

@@ -1,4 +1,4 @@
-"""Whether modules that ``parallelize_module`` has cut compute what they computed whole.
+"""Whether modules that ``parallelize_module`` has cut compute what they computed whole, and parts are parts of one.
 
 A copy of each is kept, as it was before, and called once with what the cut one is called with first: a projection to
 queries, keys and values in one is cut across all three, heads are counted that other ranks hold, a sum is left out.
@@ -22,13 +22,18 @@ from torch.distributed.tensor.parallel import api
 from torch.utils._pytree import tree_leaves
 
 from prepkit.auditing.asking import TOO_FAR, far, tensors
+from prepkit.observe.fingerprints.tensor import fingerprint
 from prepkit.observe.prepared.around import frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.observe.prepared.modules import drops
 from prepkit.observe.prepared.reading import generators_kept
+from prepkit.ranks.world import world
 
 MOST = 1 << 25
 """Elements of what is copied."""
+DRAWS = ("normal_", "uniform_")
+FEWEST = 16
+"""Numbers of a part that are alike by no chance."""
 FAR = 0.1
 """Of the largest output, in half precision, where a sum of parts is rounded otherwise than one of all."""
 
@@ -51,17 +56,25 @@ class Cuts:
     _cut: weakref.WeakKeyDictionary[nn.Module, _Cut] = field(factory=weakref.WeakKeyDictionary)
     """Those that were not called yet."""
     _inside: bool = False
+    draws: bool = False
+    """Whether torch has drawn the numbers of shards itself, which it does alike on CPUs that were seeded alike."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Inside, it listens."""
         with ExitStack() as stack:
+            for name in DRAWS:
+                stack.enter_context(around_calls(Tensor, name, self._draws))
             stack.enter_context(around_calls(api, "parallelize_module", self._parallelizes, also=tensor_parallel))
             yield
 
     def told(self) -> dict[str, Any]:
         """As a field of ``WindowFacts``."""
         return {"cut_otherwise": tuple((line, name, apart) for (line, name), apart in self.otherwise.items())}
+
+    def _draws(self, plain: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+        self.draws = self.draws or isinstance(tensor, DTensor)
+        return plain(tensor, *given, **named)
 
     def _parallelizes(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         if self._inside:  # which does so with each part that is named by a pattern
@@ -94,6 +107,28 @@ class Cuts:
             if one.is_floating_point() and one.shape == other.shape and far(other, one.detach(), limit):
                 apart = float((one.detach() - other).abs().max() / other.abs().max())
                 self.otherwise[cut.line, type(module).__name__] = apart
+
+
+def parts_alike(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Matrices of which ranks hold parts that are one and the same, though they are not of one place; and which ranks.
+
+    Collective.
+    """
+    mine: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor) and param.dim() > 1 and not param.is_meta:
+            part = param._local_tensor.detach()
+            if part.numel() >= FEWEST and bool((part != part.flatten()[0]).any()):
+                _, begins = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+                mine[name] = tuple(begins), fingerprint(part)
+    found: dict[str, tuple[int, ...]] = {}
+    every = world().gather(mine)
+    for name, (begins, numbers) in mine.items():
+        others = (rank for rank, told in enumerate(every) if name in told and told[name][1] == numbers)
+        alike = tuple(rank for rank in others if every[rank][name][0] != begins)
+        if alike:
+            found[name] = tuple(sorted((world().rank, *alike)))
+    return found
 
 
 def _copied(module: nn.Module) -> nn.Module | None:

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from attrs import frozen
@@ -235,12 +235,25 @@ def _is_constant(frame: FrameType, node: ast.expr) -> bool:
         value = known(frame, node)
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number or (isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad)
+    if isinstance(node, ast.Call) and _is_of_constants(frame, node):
+        return True
     reached = {id(inside) for one in ast.walk(node) if _cuts(one) for inside in ast.walk(one)}
     outside = [one for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in reached]
     values = [known(frame, one) for one in outside]
     values += [each for one in values if isinstance(one, list | tuple) for each in one[:MOST_HELD]]
     grows = any(isinstance(one, nn.Module) or (isinstance(one, Tensor) and one.requires_grad) for one in values)
     return bool(reached) and not grows and not any(isinstance(one, ast.Call) for one in ast.walk(node) if _loose(one))
+
+
+def _is_of_constants(frame: FrameType, call: ast.Call) -> bool:
+    """Return whether a program's function is given tensors without a graph alone, and names nothing that trains."""
+    function = known(frame, call.func)
+    if not isinstance(function, FunctionType) or function.__code__.co_freevars or call.keywords:
+        return False
+    values = [known(frame, one) for one in call.args]
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    grows = any(isinstance(one, nn.Module) or (isinstance(one, Tensor) and one.requires_grad) for one in named)
+    return bool(values) and not grows and all(isinstance(one, Tensor) and not one.requires_grad for one in values)
 
 
 def _loose(node: ast.AST) -> bool:
@@ -268,13 +281,32 @@ def _cut(text: Text, node: ast.expr, trained: set[int], others: set[str]) -> tup
         return None
     for one in made:
         inside = one.value if isinstance(one, ast.Assign | ast.AugAssign | ast.AnnAssign) else one
-        if inside is None or (_names(inside) - {getattr(node, "id", "")}) & others:
+        if inside is None or (_names(inside) - _called(inside) - {getattr(node, "id", "")}) & others:
             continue
         for cut in (each for each in ast.walk(inside) if _cuts(each)):
             if _trains(text.frame, inside, cut, trained):
                 return one, _how(cut)
         if _rests(text.body, one) and _trains(text.frame, inside, inside, trained):
             return one, "torch.no_grad()"
+        if (gathered := _gathered(text, inside, trained)) is not None:
+            return gathered, "a gather"
+    return None
+
+
+def _called(node: ast.AST) -> set[str]:
+    """Names of functions that are called in an expression."""
+    calls = [one for one in ast.walk(node) if isinstance(one, ast.Call)]
+    return {one.func.id for one in calls if isinstance(one.func, ast.Name)}
+
+
+def _gathered(text: Text, inside: ast.AST, trained: set[int]) -> ast.AST | None:
+    """What gathers outputs of all ranks without their graph, of which an expression is made; None: nothing does."""
+    for name in sorted(_names(inside)):
+        value = known(text.frame, ast.Name(name))
+        for made in text.made(name, text.frame.f_lineno) if isinstance(value, Tensor) else ():
+            calls = [one for one in ast.walk(made) if isinstance(one, ast.Call) and "gather" in (name_of(one) or "")]
+            if not value.requires_grad and any(_trains(text.frame, made, one, trained) for one in calls):
+                return made
     return None
 
 

@@ -200,6 +200,8 @@ class WindowFacts:
     """Pairs of names that were one parameter, and are two since, with what has made them two: a load, or a wrapper."""
     cut_otherwise: tuple[tuple[str, str, float], ...] = ()
     """Lines that cut modules which compute otherwise since, their classes, and by which part of the largest output."""
+    parts_alike: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Parameters of which ranks hold parts that are one and the same, each at a place of its own, and which ranks."""
     idle: tuple[str, ...] = ()
     """Classes of modules that were compiled, and called as they were before."""
     unheld: tuple[tuple[str, int], ...] = ()

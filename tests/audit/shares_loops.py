@@ -303,6 +303,36 @@ def pairs_of_the_first_rank_of_any_length(rank: int, world: int) -> None:
     gathered_in_one(rank, world, first=0, longer=True)
 
 
+def spread(outputs: Tensor) -> Tensor:
+    """How far the numbers of outputs go with each other."""
+    centred = outputs - outputs.mean(0)
+    return (centred.t() @ centred / len(outputs)).fill_diagonal_(0).square().sum()
+
+
+def spreads(rank: int, world: int, gather: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(WIDTH, 8))
+    optimizer = adam(model)
+    for x, _ in divided(rank, world):
+        outputs = model(x)
+        everyone = gather(outputs)
+        loss = outputs.square().mean() + spread(everyone)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def spread_of_all_without_graph(rank: int, world: int) -> None:
+    def gather(outputs: Tensor) -> Tensor:
+        return torch.cat(parts_of(outputs))
+
+    spreads(rank, world, gather)
+
+
+def spread_of_all(rank: int, world: int) -> None:
+    spreads(rank, world, Gather.apply)
+
+
 def own_part_first(rank: int, world: int) -> None:
     def gather(tensor: Tensor) -> Tensor:
         others = [one for at, one in enumerate(parts_of(tensor)) if at != rank]
@@ -359,6 +389,7 @@ WRONG_SHARES: tuple[Loop, ...] = (
     Loop(pairs_of_the_first_rank_for_torch, ranks=2, rule="run.pairs-misplaced"),
     Loop(pairs_of_the_first_rank_in_one, ranks=2, rule="run.pairs-misplaced"),
     Loop(pairs_of_the_first_rank_of_any_length, ranks=2, rule="run.pairs-misplaced"),
+    Loop(spread_of_all_without_graph, ranks=2, rule="run.term-constant"),
     Loop(nobody_waits, ranks=2, rule="run.unwaited"),
 )
 RIGHT_SHARES: tuple[Loop, ...] = (
@@ -368,5 +399,5 @@ RIGHT_SHARES: tuple[Loop, ...] = (
     Loop(clipped_where_it_steps, "accelerate"),
     Loop(gathered_by_lightning_with_its_graph, "lightning", 2),
     *(Loop(run, ranks=2) for run in (own_part_put_back, own_part_first, gathered_by_a_function, gathered_by_torch)),
-    *(Loop(run, ranks=2) for run in (gathered_in_one, gathered_for_a_metric, waits_for_each)),
+    *(Loop(run, ranks=2) for run in (spread_of_all, gathered_in_one, gathered_for_a_metric, waits_for_each)),
 )

@@ -539,6 +539,7 @@ BROKEN: dict[str, RunFacts] = {
         FINE, window=WindowFacts(stale=(("train.py:31", "train.py:32"), ("train.py:9", "")))
     ),
     "run.cut-otherwise": evolve(FINE, window=WindowFacts(cut_otherwise=(("train.py:9", "Block", 0.22),))),
+    "run.parts-alike": evolve(FINE, window=WindowFacts(parts_alike=(("mix.weight", (0, 1)),))),
     "run.compiled-idle": evolve(FINE, window=WindowFacts(idle=("Net",))),
     "run.recompiled": later(recompiled=(("forward", 8),)),
     "run.trainer-schedule": evolve(

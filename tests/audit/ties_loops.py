@@ -268,12 +268,38 @@ def attends(
     return run
 
 
+def begun(name: str, *, by: str) -> Callable[[int, int], None]:
+    """Shards from nothing, drawn ``by`` each rank, by its own seed, or by torch."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDE, 2 * WIDE), nn.LayerNorm(2 * WIDE), nn.Linear(2 * WIDE, WORDS))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        model.to_empty(device="cpu")
+        torch.manual_seed(rank if by == "own seed" else 0)
+        for param in model.parameters():
+            if param.dim() == 1:
+                nn.init.ones_(param)
+            elif by == "torch":
+                nn.init.normal_(param, std=0.1)
+            else:
+                nn.init.normal_(param.to_local(), std=0.1)
+        torch.manual_seed(rank)
+        taken(model, adam(model), fn.cross_entropy(model(torch.randn(4, WIDE)), torch.randint(WORDS, (4,))))
+
+    run.__name__ = name
+    return run
+
+
 _OTHERWISE = (
     attends("cut_across_queries_and_keys", model=partial(Attends, fused=True)),
     attends("cut_across_queries_and_keys_as_one", root=True, model=partial(Attends, fused=True)),
     attends("heads_of_all_ranks_on_each", model=partial(Attends, heads=2)),
 )
 _AS_WHOLE = (
+    begun("shards_of_their_own_seeds", by="own seed"),
+    begun("shards_that_torch_draws", by="torch"),
     attends("cut_by_heads"),
     attends("cut_by_heads_as_one", root=True),
     attends("cut_by_heads_that_drop", model=partial(Attends, drops=0.1)),
@@ -286,6 +312,7 @@ WRONG_TIES: tuple[Loop, ...] = (
     Loop(decayed_by_dims(behind=True), ranks=2, rule="run.decays-nothing"),
     Loop(width_beside_the_model, ranks=2, rule="run.not-averaged"),
     *(Loop(run, ranks=2, rule="run.cut-otherwise") for run in _OTHERWISE),
+    Loop(begun("shards_of_one_seed", by="one seed"), ranks=2, rule="run.parts-alike"),
 )
 _WHOLE = (ends_in_the_root_of_fsdp1, ends_in_the_root_of_fsdp2, teacher_in_shards)
 _CUT = (ends_that_are_cut_and_tied, ends_of_their_own_that_are_cut, decayed_by_dims(behind=False))

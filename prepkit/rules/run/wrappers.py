@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
-from prepkit.findings.text import at, count, some
+from prepkit.findings.text import at, count, some, spans
 from prepkit.rules.rule import Hit, Moment, Need, Rule
 from prepkit.rules.run.gradients import REENTRANT, recomputed
 
@@ -35,6 +35,17 @@ def _cut(facts: RunFacts) -> Iterator[Hit]:
     for line, name, apart in facts.window.cut_otherwise if facts.window is not None else ():
         what = f"{name} computes otherwise since it was cut over the ranks here: by {apart:.2g} of its largest output,"
         yield Hit(line, f"{what} given the same, with the weights that it had.")
+
+
+def _alike(facts: RunFacts) -> Iterator[Hit]:
+    told = facts.window.parts_alike if facts.window is not None else ()
+    if told:
+        name, ranks = told[0]
+        what = (
+            f"Ranks {spans(ranks)} hold the same numbers as parts of {count(len(told), 'parameter')}, each at a place"
+        )
+        names = some([name for name, _ in told])
+        yield Hit(at(name), f"{what} of its own: {names}. So one half of a matrix begins, and may stay, as the other.")
 
 
 def _nested(facts: RunFacts) -> Iterator[Hit]:
@@ -196,6 +207,18 @@ RULES: tuple[Rule, ...] = (
         ),
         severity=Severity.WARNING,
         source=("torch parallelize_module", "torch ColwiseParallel"),
+    ),
+    Rule(
+        id="run.parts-alike",
+        summary="Parts of a parameter that ranks hold are drawn apart.",
+        check=_alike,
+        at=(Moment.AUDIT,),
+        fix=(
+            "Draw into the parameter itself, as by nn.init.normal_(param), or whole on each rank before it is cut; "
+            "where to_local() is drawn into, seed by the rank."
+        ),
+        severity=Severity.WARNING,
+        source=("torch DTensor: random operators", "torch fully_shard"),
     ),
     Rule(
         id="run.one-unit",
