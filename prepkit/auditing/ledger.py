@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from heapq import nsmallest
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from prepkit.auditing.course import SAMPLED, memory_of
+from prepkit.auditing.terms import graph
 from prepkit.objects.alive import alive
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import (
@@ -27,6 +29,8 @@ from prepkit.observe.prepared.around import (
     line_of_program,
     lines_of_program,
     loops_have,
+    nodes_of,
+    parsed,
     reads_gradients,
 )
 from prepkit.observe.prepared.instead import around_calls
@@ -39,6 +43,8 @@ MOST_STEPS = 2
 """Of an optimizer that is made for a step, or for one and another; those of stages take more."""
 MOST = 512
 """Backwards that are followed."""
+MOST_ASKED = 64
+"""Those of which it is asked what gets a gradient."""
 NEAR = 4
 """Steps from what goes backward to what was scaled."""
 
@@ -51,6 +57,8 @@ class _Went:
     stands: tuple[Line, ...]
     scaled: bool
     """Whether its loss was scaled, or a part of it."""
+    asks: bool
+    """Whether it gives a gradient to what is computed with and no parameter, as a picture that is attacked."""
 
 
 @frozen(eq=False)
@@ -118,6 +126,8 @@ class Ledger:
     """Likewise."""
     half_scaled: tuple[str, str] = ("", "")
     """Likewise."""
+    asked: tuple[str, int] = ("", 0)
+    """Likewise."""
     _scaled: list[Any] = field(factory=list)
     """Nodes of graphs that scaled losses come from."""
     _divided: weakref.WeakKeyDictionary[Any, int] = field(factory=weakref.WeakKeyDictionary)
@@ -140,7 +150,7 @@ class Ledger:
     def told(self) -> dict[str, Any]:
         """What is wrong with the step that begins, as fields of ``WindowFacts``."""
         told: dict[str, Any] = {"stale": self.stale, "wasted": self.wasted, "unled": self.unled}
-        return told | {"anew": self.anew, "half_scaled": self.half_scaled}
+        return told | {"anew": self.anew, "half_scaled": self.half_scaled, "asked": self.asked}
 
     def scales(self, losses: Any, *, enabled: bool) -> Any:
         """Hears of losses that were scaled, and gives them back."""
@@ -160,12 +170,14 @@ class Ledger:
     @torch.no_grad()
     def _steps(self, optimizer: Any, *_: Any) -> None:
         self.stale, self.wasted, self.unled, self.anew, self.half_scaled = (), (), (), ("", ""), ("", "")
+        self.asked = ("", 0)
         if len(self._went) >= MOST:
             return
         self._looks()
         entries = self._entries.get(optimizer, [])
         parts = sorted({part for one in entries for part in one.parts})
         self.anew, self.half_scaled = self._made_again(optimizer), self._scaled_in_part(optimizer, entries)
+        self.asked = self._asked(parts)
         found = (*self._of_other_turns(optimizer, parts), *self._confirmed(optimizer), *self._from_before(parts))
         self.stale = tuple(dict.fromkeys(found))
         line = line_of_program(frames_above(__file__))
@@ -230,6 +242,14 @@ class Ledger:
                 return lines[True], lines[False]
         return "", ""
 
+    def _asked(self, parts: list[int]) -> tuple[str, int]:
+        """The line of several backwards for the sake of an input, before one of the weights alone, and how many."""
+        if not parts or self._went[parts[-1]].asks:
+            return "", 0
+        lines = Counter(self._went[part].line for part in parts if self._went[part].asks)
+        line, many = max(lines.items(), key=lambda one: one[1], default=("", 0))
+        return (line, many) if many > 1 else ("", 0)
+
     def _confirmed(self, optimizer: Any) -> Iterator[tuple[str, str]]:
         """What was suspected of this optimizer's last step: nobody else has stepped its last backward since."""
         mine = [one for one in self._suspected if one[0]() is optimizer]
@@ -276,12 +296,14 @@ class Ledger:
             return plain(*given, **named)
         with torch.no_grad():
             self._looks()
-        scaled = self._is_scaled(given[0] if given else named["tensors"])
+        losses = given[0] if given else named["tensors"]
+        scaled, asks_inputs = self._is_scaled(losses), len(self._went) < MOST_ASKED and _asks(losses)
         result = plain(*given, **named)
         frames = list(frames_above(__file__))
         closes = any(one.f_code.co_filename.startswith(_LBFGS) for one in frames)  # of a step that asks again and again
         stands = () if closes else tuple(lines_of_program(frames))
-        self._went.append(_Went(line_of_program(frames), stands, scaled))
+        asks = asks_inputs and _reads_gradient(stands)
+        self._went.append(_Went(line_of_program(frames), stands, scaled, asks))
         for one in self._followed():
             if (now := memory_of(one.param)) != one.memory:
                 one.memory, one.by_hand = now, False
@@ -308,6 +330,22 @@ class Ledger:
                     _Entry(param, memory_of(param)) for param in nsmallest(SAMPLED, trained, key=torch.numel)
                 ]
             yield from self._entries[one]
+
+
+def _asks(losses: Any) -> bool:
+    nodes = [one.grad_fn for one in tree_leaves(losses) if isinstance(one, Tensor) and one.grad_fn is not None]
+    leaves = (getattr(one, "variable", None) for node in nodes for one in graph(node))
+    return any(isinstance(one, Tensor) and not isinstance(one, nn.Parameter) for one in leaves)
+
+
+def _reads_gradient(stands: Sequence[Line]) -> bool:
+    """Return whether the function that goes backward names a gradient."""
+    code = stands[0][0] if stands else None
+    if code is None:
+        return False
+    end = max((line for _, _, line in code.co_lines() if line), default=0)
+    named = (one.lineno for one in nodes_of(parsed(code.co_filename), ast.Attribute) if one.attr == "grad")
+    return any(code.co_firstlineno <= line <= end for line in named)
 
 
 def _remembers(optimizer: Any) -> bool:

@@ -175,6 +175,8 @@ class WindowFacts:
     """Whether gradients were clipped that were scaled still."""
     clipped_none: bool = False
     """Whether gradients were clipped before there were any."""
+    asked: tuple[str, int] = ("", 0)
+    """The line that has gone backward several times for the gradient of an input, into weights that step; how often."""
     half_scaled: tuple[str, str] = ("", "")
     """Lines of two backwards into one gradient, of a scaled loss and of one that is not."""
     clipped_spent: bool = False

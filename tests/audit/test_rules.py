@@ -571,6 +571,7 @@ OTHERWISE: dict[str, RunFacts] = {
     "run.mixes-empty": evolve(
         told(begun_empty=(("zeros_", "train.py:12"),)), writes_lost=("train.py:9: weight.mul_(0.5)",)
     ),
+    "run.others-gradients": evolve(FINE, window=WindowFacts(asked=("train.py:45", 4))),
     "run.tie-broken": evolve(
         FINE,
         window=WindowFacts(

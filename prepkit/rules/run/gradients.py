@@ -88,6 +88,15 @@ def _of_others(facts: RunFacts) -> Iterator[Hit]:
         else:
             what = f"They hold those of the backward at {line} as well, which lies before the loop of this step"
             yield Hit("gradients", f"{what}: nobody has cleared them.")
+    if facts.window is not None and all(facts.window.asked):
+        line, many = facts.window.asked
+        what = f"They hold those of {count(many, 'backward')} at {line} as well, which have given an input its gradient"
+        yield Hit(
+            "gradients", f"{what}, as for an attack, and no loss of the step is: nobody has cleared them.", _ASKED
+        )
+
+
+_ASKED = "Write torch.autograd.grad(loss, delta) there, or call optimizer.zero_grad() right before the last backward."
 
 
 def _in_vain(facts: RunFacts) -> Iterator[Hit]:

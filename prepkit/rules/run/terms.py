@@ -150,8 +150,8 @@ RULES: tuple[Rule, ...] = (
         summary="A term of a loss that is made of what trains has a graph.",
         check=_constants,
         at=(Moment.AUDIT,),
-        fix="Leave .data, .item(), .detach() and no_grad() out of what is added to the loss; gather with the graph; give "
-        "autograd.grad create_graph=True, and the loss probabilities in place of what a threshold makes of them.",
+        fix="Leave .data, .item(), .detach() and no_grad() out of what is added to the loss; gather with the graph; "
+        "give autograd.grad create_graph=True, and the loss probabilities in place of what a threshold makes of them.",
         severity=Severity.WARNING,
         source=("torch Tensor.detach", "torch.no_grad"),
     ),
