@@ -339,12 +339,14 @@ def _asks(losses: Any) -> bool:
 
 
 def _reads_gradient(stands: Sequence[Line]) -> bool:
-    """Return whether the function that goes backward names a gradient."""
+    """Return whether the function that goes backward names a ``.grad``, and not ``autograd.grad(...)`` alone."""
     code = stands[0][0] if stands else None
     if code is None:
         return False
     end = max((line for _, _, line in code.co_lines() if line), default=0)
-    named = (one.lineno for one in nodes_of(parsed(code.co_filename), ast.Attribute) if one.attr == "grad")
+    tree = parsed(code.co_filename)
+    called = {id(one.func) for one in nodes_of(tree, ast.Call)}
+    named = (one.lineno for one in nodes_of(tree, ast.Attribute) if one.attr == "grad" and id(one) not in called)
     return any(code.co_firstlineno <= line <= end for line in named)
 
 

@@ -197,7 +197,7 @@ def attacked(name: str, *, clears: bool = False, frees: bool = False, once: bool
     """Samples that are moved against the model; ``frees``: each way there trains too, the last with what it moves."""
 
     def attack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        shift = torch.zeros_like(x).requires_grad_(True)
+        shift = torch.zeros_like(x).requires_grad_()
         for at in range(1 if once else 3):
             (fn.cross_entropy(model(x + shift), y) / (3 if frees else 1)).backward()
             assert shift.grad is not None
@@ -232,7 +232,7 @@ def residual_by_parts(rank: int, world: int) -> None:
     for _ in range(3):
         optimizer.zero_grad()
         for part in torch.linspace(0, 1, 24).reshape(3, 8, 1):
-            x = part.clone().requires_grad_(True)
+            x = part.clone().requires_grad_()
             u = model(x)
             (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
             ((slope - u).square().mean() / 3).backward()
