@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -16,6 +16,27 @@ def local(tensor: Tensor) -> Tensor:
             return tensor.to_local()
     part: Tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3: the parameter itself is empty until gathered
     return part
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a DTensor, which its ranks put together: collective there; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()
+
+
+def summed_part(tensor: Tensor) -> Tensor:
+    """As ``local``; of what ranks hold terms of their sum, which is collective there.
+
+    So torch leaves gradients of layers whose input is cut over a sequence, and its optimizers sum them.
+    """
+    if isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements):
+        with torch.no_grad():
+            tensor = tensor.redistribute(
+                placements=[Replicate() if one.is_partial() else one for one in tensor.placements]
+            )
+    return local(tensor)
 
 
 def differs(now: Tensor, before: Tensor) -> Tensor:

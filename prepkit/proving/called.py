@@ -17,7 +17,7 @@ from attrs import define, field
 from torch import Tensor, nn
 
 from prepkit.objects import names
-from prepkit.objects.local_part import local
+from prepkit.objects.local_part import local, whole
 from prepkit.proving import draws, tree
 from prepkit.proving.collectives import AnswersInCall, own_count
 from prepkit.proving.hooks import evaluating, in_place_of, line_of
@@ -103,7 +103,7 @@ class Called:
         self.ends = tuple(tensor.grad_fn for tensor in found if tensor.grad_fn is not None)
         for place, tensor in enumerate(found):
             if place < RETURNED and is_compared(tensor):
-                self.seen[place] = sketch(numbers(local(tensor)))
+                self.seen[place] = sketch(numbers(whole(tensor)))
                 self.returned.append(returned(place, tensor))
             if not tensor.requires_grad or any(tensor is earlier for earlier in found[:place]):
                 continue

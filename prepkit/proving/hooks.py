@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from prepkit.facts.proof import COPIES, near
 from prepkit.objects import names
 from prepkit.objects.fsdp1_flat import flat_shards
-from prepkit.objects.local_part import local
+from prepkit.objects.local_part import local, whole
 from prepkit.observe.fingerprints.parts import Part
 from prepkit.proving import bare
 from prepkit.proving.loss_graph import made_of, terms_of, used_outside
@@ -316,7 +316,7 @@ class Around:
         def hook(grad: Tensor | None) -> None:
             if grad is None or not self.going:  # DDP gives none to outputs that no loss has used
                 return
-            kept = local(grad).detach().cpu().clone().resolve_conj()
+            kept = whole(grad).detach().cpu().clone().resolve_conj()
             self.fed = True
             arrived[place] = arrived[place] + kept if place in arrived else kept
 

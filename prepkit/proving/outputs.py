@@ -10,7 +10,6 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from prepkit.facts.proof import near
-from prepkit.objects.local_part import local
 from prepkit.proving.loss_graph import dtype_inside
 from prepkit.proving.parts_of import numbers
 from prepkit.proving.record_file import Record, RecordedCall, Returned
@@ -33,7 +32,7 @@ def is_compared(tensor: Tensor) -> bool:
 def returned(place: int, tensor: Tensor) -> Returned:
     """What a record says of an output, beside its sketch."""
     kinds = {"dtype": _word(tensor.dtype), "inside": _word(dtype_inside(tensor))}
-    return Returned(place=place, shape=tuple(local(tensor).shape), **kinds)
+    return Returned(place=place, shape=tuple(tensor.shape), **kinds)
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,8 +23,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 import prepkit as pk
 from tests.proving.window import DDP, WIDTH, Attends, Block, Window, adam, loop, loss_of, micros, net
@@ -397,6 +404,56 @@ def tensor_parallel(rank: int, world: int) -> Window:
     return Window(model, train)
 
 
+class Sequence(nn.Module):
+    """Tokens, whose places ranks share, and classes for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.up = nn.Embedding(12, 8), nn.LayerNorm(8), nn.Linear(8, 16)
+        self.down, self.last, self.head = nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 12)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.enter(ids))
+        return self.head(self.last(x + self.down(self.up(x).relu())))
+
+
+def _by_places(world: int, *, parallel_loss: bool) -> Window:
+    """Norms over a part of the places each, whose gradients torch leaves partial."""
+    model, rows = Sequence(), Shard(1)
+    plan: dict[str, Any] = {
+        "enter": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, use_local_output=False),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=rows),
+        "down": RowwiseParallel(output_layouts=rows, use_local_output=False),
+        "last": SequenceParallel(),
+        "head": ColwiseParallel(
+            input_layouts=rows,
+            output_layouts=Shard(-1) if parallel_loss else Replicate(),
+            use_local_output=not parallel_loss,
+        ),
+    }
+    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2, foreach=False)
+
+    def train() -> None:
+        for at in range(2):
+            ids = torch.randint(12, (4, 7), generator=torch.Generator().manual_seed(at))
+            with loss_parallel() if parallel_loss else nullcontext():
+                loss = nn.functional.cross_entropy(model(ids[:, :6]).flatten(0, 1), ids[:, 1:].flatten())
+                (loss / 2).backward()
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def sequence_parallel(rank: int, world: int) -> Window:
+    return _by_places(world, parallel_loss=False)
+
+
+def sequence_parallel_with_a_parallel_loss(rank: int, world: int) -> Window:
+    return _by_places(world, parallel_loss=True)
+
+
 def tensor_parallel_in_fsdp2(rank: int, world: int) -> Window:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = net()
@@ -649,6 +706,8 @@ RIGHT: tuple[Right, ...] = (
             fsdp1_bfloat16,
             fsdp1_clipped,
             tensor_parallel,
+            sequence_parallel,
+            sequence_parallel_with_a_parallel_loss,
             prepkit_ddp,
             prepkit_ddp_bfloat16,
             prepkit_fsdp2,
