@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -26,17 +26,16 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
-def summed_part(tensor: Tensor) -> Tensor:
-    """As ``local``; of what ranks hold terms of their sum, which is collective there.
+def part_of_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """Of a gradient what belongs to the part of the parameter that this rank holds.
 
-    So torch leaves gradients of layers whose input is cut over a sequence, and its optimizers sum them.
+    Collective where torch has left it in another layout, as sums of which each rank has a term where the input of a
+    layer is cut over a sequence: its optimizers put that together as well.
     """
-    if isinstance(tensor, DTensor) and any(one.is_partial() for one in tensor.placements):
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
         with torch.no_grad():
-            tensor = tensor.redistribute(
-                placements=[Replicate() if one.is_partial() else one for one in tensor.placements]
-            )
-    return local(tensor)
+            return grad.redistribute(placements=param.placements).to_local()
+    return local(grad)
 
 
 def differs(now: Tensor, before: Tensor) -> Tensor:

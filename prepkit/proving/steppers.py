@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad
 from prepkit.facts.proof import ClipProof
 from prepkit.objects import names
 from prepkit.objects.alive import alive
-from prepkit.objects.local_part import local, summed_part
+from prepkit.objects.local_part import local, part_of_gradient
 from prepkit.observe.fingerprints.parts import Part
 from prepkit.proving.hooks import Around, Next, keep_changed
 from prepkit.proving.other_rank import variables
@@ -171,7 +171,7 @@ class HeldState:
                     keep(f"{key}/{name}", row)
             if holder.grad is not None:
                 grad = holder.grad.to_dense() if holder.grad.is_sparse else holder.grad
-                keep(f"grad/{name}", summed_part(grad).reshape(-1)[at : at + numel])
+                keep(f"grad/{name}", part_of_gradient(holder, grad).reshape(-1)[at : at + numel])
 
 
 WAITS = 20
