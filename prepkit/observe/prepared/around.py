@@ -427,9 +427,10 @@ def saves_state(model: nn.Module) -> tuple[str, ...]:
 def _program(root: nn.Module) -> tuple[tuple[str, ...], set[str]]:
     """Return the caller's files, and names there that stand for something else than the model."""
     frames = own_frames()
-    known = {name: value for one in frames for name, value in (*one.f_globals.items(), *one.f_locals.items())}
-    others = {name for name, value in known.items() if not isinstance(value, nn.Module) or not _is(value, root)}
-    return tuple(dict.fromkeys(one.f_code.co_filename for one in frames)), others
+    every = {name: value for one in frames for name, value in (*one.f_globals.items(), *one.f_locals.items())}
+    models = {name: one for name, one in every.items() if isinstance(one, nn.Module)}
+    roots = {name for name, one in models.items() if names.unwrap_root(one)[-1] is root}
+    return tuple(dict.fromkeys(one.f_code.co_filename for one in frames)), every.keys() - roots
 
 
 def _receiver(call: ast.Call) -> str:
@@ -447,10 +448,6 @@ def _is_state(node: ast.AST | None, others: Container[str]) -> bool:
     return state and isinstance(node, ast.Call) and _seems_model(_receiver(node), others)
 
 
-def _is(value: nn.Module, root: nn.Module) -> bool:
-    return names.unwrap_root(value)[-1] is root
-
-
 def _calls_of(method: str, file: str) -> Iterator[ast.Call]:
     """Yield calls of a method in a file, but inside a ``with`` that gathers parameters."""
     for node in ungathered(parsed(file)):
@@ -458,17 +455,15 @@ def _calls_of(method: str, file: str) -> Iterator[ast.Call]:
             yield node
 
 
-def gathers(context: ast.expr) -> bool:
-    """Return whether a ``with`` that enters this gathers parameters."""
-    return bool(_GATHERS.search(ast.unparse(context)))
+GATHERS = re.compile(r"GatheredParameters|summon_full_params")
 
 
-def ungathered(tree: ast.AST, inside: Callable[[ast.expr], bool] = gathers) -> Iterator[ast.AST]:
-    """Yield every node of a tree, but those inside a ``with`` that gathers parameters, or enters what is said."""
+def ungathered(tree: ast.AST, inside: Callable[[str], Any] = GATHERS.search) -> Iterator[ast.AST]:
+    """Yield every node of a tree, but those inside a ``with`` that gathers parameters; ``inside``: by its text."""
     waiting = [tree]
     while waiting:
         node = waiting.pop(0)
-        if isinstance(node, ast.With) and any(inside(one.context_expr) for one in node.items):
+        if isinstance(node, ast.With) and any(inside(ast.unparse(one.context_expr)) for one in node.items):
             continue
         yield node
         waiting += ast.iter_child_nodes(node)
@@ -481,7 +476,6 @@ def _gives_state(call: ast.Call) -> bool:
 
 _MODEL = re.compile(r"model|unwrap", re.IGNORECASE)
 _NO_MODEL = re.compile(r"token|process|config|optim|sched", re.IGNORECASE)
-_GATHERS = re.compile(r"GatheredParameters|summon_full_params")
 
 
 def is_foreign(file: str) -> bool:

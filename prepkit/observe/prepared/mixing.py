@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from prepkit.objects import names, zero3
 from prepkit.observe.prepared.around import (
-    gathers,
+    GATHERS,
     is_foreign,
     known,
     name_of,
@@ -68,7 +68,7 @@ def writes_lost(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for one in gathered if one not in met))
 
 
-def _writes_empty(frame: FrameType, inside: Callable[[ast.expr], bool] = gathers) -> Iterator[str]:
+def _writes_empty(frame: FrameType, inside: Callable[[str], Any] = GATHERS.search) -> Iterator[str]:
     """Yield statements that a function has still to come to, or comes to again, and that write into such a weight."""
     code, tree = frame.f_code, parsed(frame.f_code.co_filename)
     lines = outermost(code, frame.f_lineno), max((line for _, _, line in code.co_lines() if line), default=0)
@@ -87,11 +87,12 @@ def _writes_empty(frame: FrameType, inside: Callable[[ast.expr], bool] = gathers
             yield f"{Path(code.co_filename).name}:{getattr(one, 'lineno', 0)}: {ast.unparse(one)}"
 
 
-def _keeps(context: ast.expr) -> bool:
+def _keeps(context: str) -> bool:
     """Return whether it gathers parameters, and says whose writes all ranks get, as DeepSpeed asks of who writes."""
-    said = getattr(context, "keywords", ())
-    named = any(one.arg in (None, "modifier_rank") for one in said) or len(getattr(context, "args", ())) > 1
-    return gathers(context) and (named or "GatheredParameters" not in ast.unparse(context))
+    call = ast.parse(context, mode="eval").body
+    named = any(one.arg in (None, "modifier_rank") for one in getattr(call, "keywords", ()))
+    named = named or len(getattr(call, "args", ())) > 1 or "GatheredParameters" not in context
+    return named and GATHERS.search(context) is not None
 
 
 def _weights(frame: FrameType, node: ast.expr) -> Iterable[Any]:
