@@ -288,7 +288,7 @@ class Phases:
         """Whether what begins to step now holds what no other has stepped, in no loop in which another has."""
         now = lines_of_program(frames_above(__file__))
         others = self._courses.values()
-        return bool(self._courses) and not any(held <= one.held or _in_one_run(one.stands, now) for one in others)
+        return bool(self._courses) and not any(_in_one_run(one.stands, now) for one in others)
 
     def over(self) -> list[Any]:
         """Optimizers whose training is over, where the step that begins is the first of another."""
