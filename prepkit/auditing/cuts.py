@@ -79,7 +79,11 @@ class Cuts:
     def _parallelizes(self, plain: Any, module: Any, *given: Any, **named: Any) -> Any:
         if self._inside:  # which does so with each part that is named by a pattern
             return plain(module, *given, **named)
-        line, whole = line_of_program(frames_above(__file__)), _copied(module) if module not in self._cut else None
+        line, plan = (
+            line_of_program(frames_above(__file__)),
+            given[1] if len(given) > 1 else named.get("parallelize_plan"),
+        )
+        whole = _copied(module) if module not in self._cut and _takes_whole(plan) else None
         self._inside = True
         try:
             cut = plain(module, *given, **named)
@@ -129,6 +133,15 @@ def parts_alike(model: nn.Module) -> dict[str, tuple[int, ...]]:
         if alike:
             found[name] = tuple(sorted((world().rank, *alike)))
     return found
+
+
+def _takes_whole(plan: Any) -> bool:
+    """Return whether each style of a plan is given, and gives, what ranks hold whole: no part of a sequence."""
+    styles = [*plan.values()] if isinstance(plan, dict) else [plan]
+    columns = (one.input_layouts for one in styles if type(one) is tensor_parallel.ColwiseParallel)
+    rows = (one.output_layouts for one in styles if type(one) is tensor_parallel.RowwiseParallel)
+    layouts = [*columns, *rows]
+    return len(layouts) == len(styles) and all(one.is_replicate() for each in layouts for one in each)
 
 
 def _copied(module: nn.Module) -> nn.Module | None:

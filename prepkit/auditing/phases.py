@@ -278,14 +278,14 @@ class Phases:
         self._steps += 1
         self._first = self._first or weakref.ref(optimizer)
         held = frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
-        self.begins_anew = optimizer not in self._courses and self._is_apart(held)
+        self.begins_anew = optimizer not in self._courses and self._is_apart()
         course = self._courses.setdefault(optimizer, _Course(made=self._made_at.get(optimizer, "")))
         course.stands = course.stands or tuple(lines_of_program(frames_above(__file__)))
         course.last, course.held = self._steps, held
         self.weights.begins(self._steps, held, self._courses)
 
-    def _is_apart(self, held: frozenset[int]) -> bool:
-        """Whether what begins to step now holds what no other has stepped, in no loop in which another has."""
+    def _is_apart(self) -> bool:
+        """Whether what begins to step now does so in no run of a loop in which another has."""
         now = lines_of_program(frames_above(__file__))
         others = self._courses.values()
         return bool(self._courses) and not any(_in_one_run(one.stands, now) for one in others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ OF_ROWS = ("SparseAdam",)
 """Optimizers that take no gradient but one of some rows; rows of zeros are none of them."""
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that change how a step is computed, and not what comes of it."""
+PARTS = ("to_local", "full_tensor")
+"""Methods that DTensors alone have, and that give what they hold here, or all of it."""
 KEPT = ("state.", "number.")
 """How keys of an optimizer's state begin."""
 AT_ONCE = 1 << 28
@@ -202,9 +205,21 @@ def _own_updates(
         options = groups.setdefault(json.dumps(one.options, sort_keys=True), {"params": [], **one.options})
         options["params"].append(param)
     optimizer = _made(make, [*groups.values()])
-    with NoCollectives(_sends):
+    with NoCollectives(_sends), _parts_of_themselves():
         optimizer.step()
     return {name: numbers(params[name]).double() - numbers(one.before).double() for name, one in wholes.items()}
+
+
+@contextmanager
+def _parts_of_themselves() -> Iterator[None]:
+    """Inside, a plain tensor answers what only a DTensor is asked for: its part, and the whole of it, are itself."""
+    for name in PARTS:
+        setattr(Tensor, name, lambda tensor, *_, **__: tensor)
+    try:
+        yield
+    finally:
+        for name in PARTS:
+            delattr(Tensor, name)
 
 
 def _sends(name: str) -> Exception:

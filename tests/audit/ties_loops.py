@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -292,12 +293,45 @@ def begun(name: str, *, by: str) -> Callable[[int, int], None]:
     return run
 
 
+class Mixes(nn.Module):
+    """Places that are mixed, between norms of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDE), Attends()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+def cut_over_a_sequence(rank: int, world: int) -> None:
+    """What a block is given, and gives, are the places of one rank."""
+    torch.manual_seed(0)
+    mesh, rows = init_device_mesh("cpu", (world,)), Shard(1)
+    model = nn.Sequential(Mixes(), nn.Linear(WIDE, WORDS))
+    columns = parallel.ColwiseParallel()
+    plan: dict[str, Any] = {f"inner.{name}": columns for name in "qkv"}
+    plan["norm"] = parallel.SequenceParallel(use_local_output=True)
+    plan["inner"] = parallel.PrepareModuleInput(input_layouts=rows, desired_input_layouts=Replicate())
+    plan["inner.out"] = parallel.RowwiseParallel(output_layouts=rows)
+    parallel.parallelize_module(model[0], mesh, plan)
+    x, goal = torch.randn(4, 6, WIDE), torch.randint(WORDS, (4, 6))
+    own = x.chunk(world, 1)[rank], goal.chunk(world, 1)[rank]
+    loss = fn.cross_entropy(model(own[0]).flatten(0, 1), own[1].flatten())
+    optimizer = adam(model)
+    loss.backward()
+    for param in model[1].parameters():
+        dist.all_reduce(param.grad)
+    optimizer.step()
+
+
 _OTHERWISE = (
     attends("cut_across_queries_and_keys", model=partial(Attends, fused=True)),
     attends("cut_across_queries_and_keys_as_one", root=True, model=partial(Attends, fused=True)),
     attends("heads_of_all_ranks_on_each", model=partial(Attends, heads=2)),
 )
 _AS_WHOLE = (
+    cut_over_a_sequence,
     begun("shards_of_their_own_seeds", by="own seed"),
     begun("shards_that_torch_draws", by="torch"),
     attends("cut_by_heads"),

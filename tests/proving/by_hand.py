@@ -397,6 +397,20 @@ def matrices_orthogonalized_by_parts(rank: int, world: int) -> Window:
     return _in_parts(Orthogonalizing)
 
 
+class OrthogonalizingDTensors(Orthogonalizing):
+    """Asks for parts as DTensors give them, which plain tensors do not."""
+
+    def _update(self, param: Tensor, *, whole: bool) -> Tensor:
+        assert isinstance(param.grad, DTensor) or not whole
+        return (
+            super()._update(param, whole=whole) if param.dim() < 2 else self._orthogonal(param.grad.to_local(), param)
+        )  # type: ignore[union-attr]
+
+
+def matrices_orthogonalized_by_dtensor_parts(rank: int, world: int) -> Window:
+    return _in_parts(OrthogonalizingDTensors)
+
+
 def signs_of_parts(rank: int, world: int) -> Window:
     return _in_parts(Signed)
 
@@ -455,6 +469,7 @@ ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
     (sums_divided_by_the_samples_of_all_ranks_under_ddp, "prove.averaged-twice", "or twice by the accumulation (2)"),
     (sums_of_ragged_samples_divided_by_all_under_ddp, "prove.averaged-twice", "divided by the samples of all ranks"),
     (matrices_orthogonalized_by_parts, "prove.step-in-parts", "Orthogonalizing has stepped"),
+    (matrices_orthogonalized_by_dtensor_parts, "prove.step-in-parts", "OrthogonalizingDTensors has stepped"),
     (trust_in_norms_of_parts_under_fsdp1, "prove.step-in-parts", "Trusting has stepped"),
     (means_divided_by_ranks_and_micro_batches, "prove.accumulation", "or by the 2 ranks, whose average is taken too"),
 )
