@@ -9,11 +9,13 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 
 import prepkit as pk
+from prepkit.auditing import course
 from prepkit.court import HOME
 from prepkit.training import loop as driven
 from tests.benchmarks import loop
@@ -46,9 +48,11 @@ def calls(windows: Iterator[None], count: int) -> Counter[str]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks that other tests of this process have left for the steps of any optimizer are not this loop's."""
+    """Hooks and watches that other tests of this process have left, for the steps of any optimizer, are not its own."""
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(optimizers, name, OrderedDict())
+    if torch.autograd.backward is course._followed:
+        monkeypatch.setattr(torch.autograd, "backward", course._BACKWARD[0])
 
 
 @pytest.mark.usefixtures("alone")
