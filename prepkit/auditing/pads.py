@@ -41,7 +41,7 @@ class _Lookup:
     rows: int
     """Of the table."""
 
-    def told(self, said: str) -> PaddingRead:
+    def as_read(self, said: str) -> PaddingRead:
         return PaddingRead(
             line=self.line, row=self.row, samples=int(self.there.sum()), batch=len(self.there), said=said
         )
@@ -76,7 +76,7 @@ class PadsRead:
         """Hears what a model that trains was called with from outside of any other, and what it gave."""
         for one in self._samples if not isinstance(module, nn.Embedding) else ():
             if _says_alike(one, inputs, outputs):
-                self.told.setdefault(one.line, one.told("the model says the same of all of them"))
+                self.told.setdefault(one.line, one.as_read("the model says the same of all of them"))
         self._samples = []
         for text in list(self._texts):
             masks = [one for one in inputs if one.shape == text.there.shape and _is_mask(one)]
@@ -84,7 +84,7 @@ class PadsRead:
             if reads:
                 self._texts.remove(text)
             if reads and all(reads):
-                self.told.setdefault(text.line, text.told("its mask has them read"))
+                self.told.setdefault(text.line, text.as_read("its mask has them read"))
 
     def _looks_up(self, plain: Any, *given: Any, **named: Any) -> Any:
         self._looked_up(**dict(zip(("input", "weight", "padding_idx"), given, strict=False)), **named)
@@ -121,7 +121,7 @@ class PadsRead:
         for one in waiting if type(target) is Tensor and not target.is_floating_point() else ():
             fits = classes.dim() > 1 and classes.shape[1] == one.rows and one.row != ignore_index
             if fits and int((target == one.row).sum()) >= FEW:
-                self.told.setdefault(one.line, one.told("it is one of the classes that the loss counts"))
+                self.told.setdefault(one.line, one.as_read("it is one of the classes that the loss counts"))
 
 
 def _between(there: Tensor) -> Tensor:

@@ -193,53 +193,6 @@ def moved_inside(rank: int, world: int) -> None:
         steps(optimizer, fn.cross_entropy(model(x + (shift + 0.1 * slope.sign()).detach()), y))
 
 
-def attacked(name: str, *, clears: bool = False, frees: bool = False, once: bool = False) -> Loop:
-    """Samples that are moved against the model; ``frees``: each way there trains too, the last with what it moves."""
-
-    def attack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        shift = torch.zeros_like(x).requires_grad_()
-        for at in range(1 if once else 3):
-            (fn.cross_entropy(model(x + shift), y) / (3 if frees else 1)).backward()
-            assert shift.grad is not None
-            if frees and at == 2:
-                break
-            with torch.no_grad():
-                shift += 0.05 * shift.grad.sign()
-            shift.grad.zero_()
-        return (x + shift).detach()
-
-    def run(rank: int, world: int) -> None:
-        model = net()
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            x, y = torch.randn(8, 4), torch.arange(8) % 3
-            worse = attack(model, x, y)
-            if clears:
-                optimizer.zero_grad()
-            if not frees:
-                fn.cross_entropy(model(worse), y).backward()
-            optimizer.step()
-
-    run.__name__ = name
-    return Loop(run, rule="" if clears or frees or once else "run.others-gradients")
-
-
-def residual_by_parts(rank: int, world: int) -> None:
-    """Places get gradients, which nobody asks for."""
-    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        for part in torch.linspace(0, 1, 24).reshape(3, 8, 1):
-            x = part.clone().requires_grad_()
-            u = model(x)
-            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-            ((slope - u).square().mean() / 3).backward()
-        (model(torch.zeros(1, 1)) - 1).square().mean().backward()
-        optimizer.step()
-
-
 # --- classes that are shown ---
 
 NODES, CLASSES = 60, 3
@@ -461,7 +414,6 @@ def views_behind_each_other(rank: int, world: int) -> None:
 WRONG_OTHERS: tuple[Loop, ...] = (
     *(Loop(run, rule="run.samples-mix") for run in (samples_weighed_by_each_other, sequences_mixed_as_places)),
     Loop(views_in_turn, rule="run.views-apart"),
-    attacked("attacked_and_not_cleared"),
     Loop(recurs_over_samples, rule="run.samples-mix"),
     *(
         Loop(run, rule="run.module-unheld")
@@ -473,10 +425,6 @@ WRONG_OTHERS: tuple[Loop, ...] = (
     ),
 )
 RIGHT_OTHERS: tuple[Loop, ...] = (
-    attacked("attacked_and_cleared", clears=True),
-    attacked("attacked_on_the_way", frees=True),
-    attacked("attacked_once_and_plain", once=True),
-    Loop(residual_by_parts),
     *map(Loop, (places_weighed_by_each_other, sequences_with_places_first, sequences_with_samples_first)),
     *map(Loop, (views_behind_each_other, nodes_with_neighbours_that_were_drawn)),
     *map(Loop, (recurs_over_places, recurs_over_places_first, recurs_over_places_in_order)),

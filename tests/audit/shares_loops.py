@@ -376,7 +376,55 @@ def waits_for_each(rank: int, world: int) -> None:
     averages_by_hand(rank, world, lambda works: [one.wait() for one in works])
 
 
+def attacked(name: str, *, clears: bool = False, frees: bool = False, once: bool = False) -> Loop:
+    """Samples that are moved against the model; ``frees``: each way there trains too, the last with what it moves."""
+
+    def attack(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        shift = torch.zeros_like(x).requires_grad_()
+        for at in range(1 if once else 3):
+            (fn.cross_entropy(model(x + shift), y) / (3 if frees else 1)).backward()
+            assert shift.grad is not None
+            if frees and at == 2:
+                break
+            with torch.no_grad():
+                shift += 0.05 * shift.grad.sign()
+            shift.grad.zero_()
+        return (x + shift).detach()
+
+    def run(rank: int, world: int) -> None:
+        model = net()
+        optimizer = adam(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x, y = torch.randn(8, WIDTH), torch.arange(8) % 3
+            worse = attack(model, x, y)
+            if clears:
+                optimizer.zero_grad()
+            if not frees:
+                fn.cross_entropy(model(worse), y).backward()
+            optimizer.step()
+
+    run.__name__ = name
+    return Loop(run, rule="" if clears or frees or once else "run.others-gradients")
+
+
+def residual_by_parts(rank: int, world: int) -> None:
+    """Places get gradients, which nobody asks for."""
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        for part in torch.linspace(0, 1, 24).reshape(3, 8, 1):
+            x = part.clone().requires_grad_()
+            u = model(x)
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            ((slope - u).square().mean() / 3).backward()
+        (model(torch.zeros(1, 1)) - 1).square().mean().backward()
+        optimizer.step()
+
+
 WRONG_SHARES: tuple[Loop, ...] = (
+    attacked("attacked_and_not_cleared"),
     Loop(divided_under_accumulate, "accelerate", rule="run.loss-divided"),
     Loop(a_sum_divided_by_accelerate_s_own_count, "accelerate", rule="run.loss-divided"),
     Loop(clipped_behind_the_step, "accelerate", rule="run.clipped-late"),
@@ -393,6 +441,10 @@ WRONG_SHARES: tuple[Loop, ...] = (
     Loop(nobody_waits, ranks=2, rule="run.unwaited"),
 )
 RIGHT_SHARES: tuple[Loop, ...] = (
+    attacked("attacked_and_cleared", clears=True),
+    attacked("attacked_on_the_way", frees=True),
+    attacked("attacked_once_and_plain", once=True),
+    Loop(residual_by_parts),
     *(Loop(run, "accelerate") for run in (accumulates, mean_of_two_losses, divides_by_itself, clipped_before_the_step)),
     *(Loop(run) for run in (norm_is_read_behind_the_step, clips_the_second_in_its_turn)),
     *(Loop(run) for run in (each_sample_is_clipped_by_itself, the_other_goes_backward_behind_the_clip)),
