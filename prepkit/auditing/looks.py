@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # which reads frames, and is large
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
 ALONE = "before its first step alone"
+BEHIND = "Behind the first step"
 NEVER = 1 << 62
 WAITS_S = 10.0
 """Time that the rest of a first training may take, where another is to be looked at behind it."""
@@ -79,6 +80,8 @@ class ScriptLooks:
     arrivals: Arrivals
     steps: int
     """The last one, which is not taken."""
+    ends: bool = True
+    """Whether the script ends at its last look; else it goes on, and is looked at no more."""
     found: Audit | None = None
     watched: DriftWatch = field(init=False)
     _behind: dict[str, DriftWatch] = field(factory=dict, init=False)
@@ -113,7 +116,7 @@ class ScriptLooks:
         self.found, live = found, found.live
         apart = live is None or joins(live.model) or not (live.asks_ranks or world().size == 1)
         if self.steps == 1 or live is None or apart:
-            self.arrivals.leaves(LOOKED, self._stop)
+            self._leaves()
             return
         own = found.facts.parted + found.facts.own_sizes
         own += found.facts.window.cut if found.facts.window is not None else ()
@@ -156,7 +159,7 @@ class ScriptLooks:
             if watch.steps >= self.steps:
                 watch.every = NEVER  # a hook cannot be taken off inside of a step
                 if self._until:
-                    self.arrivals.leaves(LOOKED, self._stop)
+                    self._leaves()
 
         watch.act = adds
         if live is not None and world().size == 1 and not joins(live.model):
@@ -179,15 +182,15 @@ class ScriptLooks:
 
     def _meets(self, *_: Any) -> None:
         """All ranks come to a step before any is asked of it: one that has left a step out is behind by then."""
-        if self.watched.steps:
+        if self.watched.steps and (self.ends or self.watched.every != NEVER):
             self.arrivals.steps()
             self.arrivals.meet(f"step {self.watched.steps + 1}")
 
     def _counts(self, *_: Any) -> None:
         assert self.found is not None
         self.found = evolve(self.found, steps=min(self.watched.steps, self.steps))
-        if self.watched.steps >= self.steps and not self._waits():
-            self.arrivals.leaves(LOOKED, self._stop)
+        if self.watched.steps >= self.steps and not (self.ends and self._waits()):
+            self._leaves()
 
     def _waits(self) -> bool:
         """Whether lines behind this training make an optimizer for another, which has not begun, and may soon."""
@@ -207,8 +210,15 @@ class ScriptLooks:
         new = (one for one in new if not (alone and one.rule == "run.drift-unstepped"))
         watched = any(one.rule == "run.drift-trained" for one in self.found.findings)  # of the first model
         new = (one for one in new if not (watched and one.rule == "run.unfrozen-unheld"))
-        told = tuple(evolve(one, what=f"{when or f'In step {self.watched.steps}'}: {one.what}") for one in new)
+        at = when or (f"In step {self.watched.steps}" if self.watched.steps else BEHIND)
+        told = tuple(evolve(one, what=f"{at}: {one.what}") for one in new)
         self.found = evolve(self.found, findings=self.found.findings + told)
+
+    def _leaves(self) -> None:
+        if self.ends:
+            self.arrivals.leaves(LOOKED, self._stop)
+        else:
+            self.watched.every = NEVER
 
     def _stop(self) -> None:
         if self.found is not None and (self.arrivals.alone or self.steps > 1):
@@ -236,7 +246,7 @@ class HeardBehind:
     def later(self, told: dict[str, Any]) -> None:
         """As of ``ScriptLooks``."""
         for one in heard_behind(told):
-            self.found.setdefault((one.rule, one.where), evolve(one, what=f"Behind the first step: {one.what}"))
+            self.found.setdefault((one.rule, one.where), evolve(one, what=f"{BEHIND}: {one.what}"))
 
     def beside(self, found: Audit) -> tuple[Finding, ...]:
         """Those that the audit of the first step has not told."""

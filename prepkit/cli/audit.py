@@ -49,7 +49,7 @@ class OptionsBehind(click.Command):
     short_help="Find what is wrong with a script's objects at its first step.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("--prove", is_flag=True, help="Take the first step too, and compare it with a replay in plain torch.")
+@click.option("--prove", is_flag=True, help="Take the step too, and compare it with a replay in plain torch.")
 @click.option("--keep", metavar="FOLDER", help="With --prove: leave the record there, for prepkit bisect.")
 @click.option(
     "--steps",
@@ -57,7 +57,7 @@ class OptionsBehind(click.Command):
     default=1,
     show_default=True,
     metavar="N",
-    help="Look before each of the first N steps; the last is not taken.",
+    help="Look before each of the first N steps. The last is not taken; with --prove it is, and proven.",
 )
 @click.option("--torchrun", "processes", type=click.IntRange(1, 64), metavar="N", help="Start it in N processes here.")
 @as_json
@@ -79,15 +79,13 @@ def audit(  # an argument for each option
     from step to step is looked at before each, as by pk.watch. Options of audit may stand right behind SCRIPT too; what
     follows --, or the first word that audit does not know, is SCRIPT's. With --torchrun 2 it is started in two
     processes of this machine, on the CPU and gloo; on several machines: torchrun ... -m prepkit audit SCRIPT. Only
-    errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, and the whole
-    window is done again on rank 0 in plain torch: weights, gradients and the step are compared; where nothing is wrong
-    and that could not be done, the exit code is 4.
+    errors give exit code 1; a script that fails by itself gives 3. With --prove the first step is taken, or that
+    of --steps, and its whole window is done again on rank 0 in plain torch: weights, gradients and the step are
+    compared; where nothing is wrong and that could not be done, the exit code is 4.
     """
     plan_files.demand_torch("prepkit audit")
     if keep is not None and not prove:
         raise click.UsageError("--keep leaves the record of a proof: give --prove too")
-    if prove and steps > 1:
-        raise click.UsageError("--prove takes the steps of one window: give --steps without it")
     if processes:
         kept = () if keep is None else ("--keep", keep)
         _in_processes(
@@ -125,7 +123,7 @@ def _audited(script: str, arguments: tuple[str, ...], prove: bool, keep: str | N
             if prove:
                 from prepkit.proving.script import prove_script
 
-                found = prove_script(script, arguments, keep, _ends)
+                found = prove_script(script, arguments, keep, _ends, steps=steps)
             else:
                 found = audit_script(script, arguments, _ends, steps=steps)
     except ScriptEnded as ended:

@@ -476,9 +476,9 @@ def begin_anew(heard: Any, fresh: Any, but: Collection[str] = ()) -> None:
     """What a listener has heard becomes what a ``fresh`` one has. Lists, dicts and its parts stay: others hold them."""
     for name in (one.name for one in fields(type(heard)) if one.name not in but and hasattr(fresh, one.name)):
         match getattr(heard, name), getattr(fresh, name):
-            case list() as now, new:
+            case list() as now, list() as new:
                 now[:] = new
-            case dict() as now, new:
+            case dict() as now, dict() as new:
                 now.clear()
                 now.update(new)
             case now, new if has(type(now)) and type(now).__module__.startswith(__package__):

@@ -73,6 +73,8 @@ BACKWARD, GRAD = inspect.signature(torch.autograd.backward), inspect.signature(t
 class Recorder(Turns):
     """What one window leaves on this rank. ``with recorder.on():`` around it; ``done`` once it is complete."""
 
+    rests: bool = False
+    """Whether no module is taken for the root yet."""
     accumulation: int | None = None
     divides: int | None = None
     """As ``Head.divides``."""
@@ -216,8 +218,8 @@ class Recorder(Turns):
 
     def _root(self, module: nn.Module, *_: Any) -> None:
         """Takes the first module that trains, or what holds it, for the root, and gives any other a recorder."""
-        if transforms():
-            self.transformed = True
+        if self.rests or transforms():
+            self.transformed = self.transformed or not self.rests
             return
         if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
             self.still[id(module)] = module
@@ -260,9 +262,9 @@ class Recorder(Turns):
     def forgets(self) -> None:
         """Nothing that was heard so far is of the window."""
         for one in self.family:
-            one._detach(done=True)
+            one._detach(done=one is not self)
+            begin_anew(one, evolve(one, root=None), but=("family", "done", "_stack", "_hooked"))
         del self.family[1:]
-        begin_anew(self, evolve(self, root=None), but=("family", "_stack", "_hooked"))
 
     def _attach(self, root: nn.Module) -> None:
         self.root = bare.standing(root)

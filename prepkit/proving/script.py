@@ -8,22 +8,22 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from attrs import define, evolve
+from attrs import define, evolve, field
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from prepkit.auditing.looks import HeardBehind, ScriptEnded, everywhere, heard_behind
+from prepkit.auditing.looks import HeardBehind, ScriptEnded, ScriptLooks, everywhere, heard_behind
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.script import as_main, audited_at_first_step, told
 from prepkit.auditing.window import SENDS, goes_backward
 from prepkit.facts.proof import HandedBack, ProofFacts
 from prepkit.findings import Finding, Severity
+from prepkit.findings.text import count
 from prepkit.observe.prepared.instead import around_calls
 from prepkit.proving.called import digest
 from prepkit.proving.handed import handed_back, sides
@@ -85,6 +85,8 @@ def prove_script(
     arguments: tuple[str, ...] = (),
     keep: str | None = None,
     gives_up: Callable[[str], object] | None = None,
+    *,
+    steps: int = 1,
 ) -> Proof | None:
     """The proof of a script's first window, on every rank; None where no optimizer steps a model that was called.
 
@@ -93,66 +95,172 @@ def prove_script(
     begins. Rank 0 replays while the others wait.
     ``keep``: a folder that the record is left in, with what each module and operator has computed, for ``bisect``.
     ``gives_up``: as of ``Arrivals``.
+    ``steps``: the window that ends with this step is proven, and a watch looks before each behind the first up to it.
     Raises ``ScriptEnded`` for what the script itself raises before that.
     """
-
-    def stop() -> None:
-        raise WindowDone
-
-    def end() -> None:
-        if arrivals.hands and not mine:  # what this rank does for others behind its window is no part of it
-            mine.extend(_stepped(recorder))
-        arrivals.leaves(AT_END, stop, last=True)
-
-    def looked(found: Audit) -> None:
-        seen.append(evolve(found, proven=True))
-        _goes_on(found, arrivals)
-        for one in recorder.family:
-            by_hand = found.facts.window.averages_weights if found.facts.window else ""
-            one.around.averages = by_hand or found.facts.local_sgd
-
-    def counted(optimizer: Any, *_: Any) -> None:
-        strays.hears(optimizer, given_to(optimizer))
-        steps.extend([None] * any(param.grad is not None for param in given_to(optimizer)))
-        if len(steps) >= ENOUGH and not any(one.stepped for one in recorder.family):
-            raise WindowDone
-
-    steps, mine, seen, arrivals = list[None](), list[Recorded](), list[Audit](), Arrivals(gives_up)
-    behind, strays = HeardBehind(), HeardStrays()
-    turns = TurnsOfRanks(arrivals)
-    recorder = Recorder(when_done=end, agrees=turns.agrees, traces=keep is not None, lingers=True)
-    hook = register_optimizer_step_post_hook(counted)
+    arrivals = Arrivals(gives_up)
+    recorder = Recorder(traces=keep is not None, lingers=True)
+    window = ScriptWindow(arrivals=arrivals, steps=steps, recorder=recorder)
     try:
-        alone = partial(_forget, recorder, steps)
-        look = audited_at_first_step(looked, arrivals, alone=alone, later=behind.later)
-        with recorder.on(), look, turns.on(recorder):
-            _run(script, arguments, arrivals)
-        arrivals.meet(AT_END, last=True)
-        arrivals.meet("the proof", last=True)
-        stages = (mine or _stepped(recorder)) if any(world().gather(arrivals.hands)) else None
-        proof = proven_window(recorder, keep) if stages is None else proven_stages(stages, keep)
-        if proof is None and steps:
-            proof = _unproven(TRANSFORMED if any(one.transformed for one in recorder.family) else UNSEEN)
+        window.runs(script, arguments)
+        proof = window.proven(keep)
     except (TooLarge, StillWaits) as error:
         arrivals.ends(str(error))
         proof = _unproven(str(error))
     except RanksApart as apart:
         proof = _left_apart(arrivals, apart)
-    finally:
-        hook.remove()
-    if proof is not None and seen:
-        found = everywhere(seen[0]) if arrivals.alone else _with_strays(seen[0], strays, proof)
-        proof = _beside(proof, found, behind)
+    proof = None if proof is None else window.beside(proof)
     arrivals.lets_go()
     return proof
 
 
-def _beside(proof: Proof, found: Audit, behind: HeardBehind) -> Proof:
-    """The proof with the audit of its first step, and what was heard behind that, but for what it tells itself."""
-    told = untold((*found.findings, *behind.beside(found)), proof.findings)
-    if proof.facts.measured and not proof.facts.slopes:
-        told = (evolve(one, severity=Severity.NOTE) if one.rule in MEASURED else one for one in told)
-    return evolve(proof, audit=evolve(found, findings=tuple(told)))
+@define(eq=False)
+class Rounds:
+    """The steps of a program, window by window; the first window shows which optimizers step in each."""
+
+    made: int = 0
+    """Steps of the first optimizer."""
+    _first: Any = None
+    _now: set[Any] = field(factory=set)
+    _each: frozenset[Any] = frozenset()
+
+    def steps(self, optimizer: Any, counted: int) -> None:
+        """An optimizer has stepped. ``counted``: steps of the first one, where somebody counts them."""
+        self._first = optimizer if self._first is None else self._first
+        self.made = counted or self.made + (optimizer is self._first)  # an engine may step part by part
+        self._now.add(optimizer)
+
+    def learns(self) -> None:
+        """The first window is over."""
+        self._each, self._now = frozenset(self._now), set()
+
+    def over(self, steps: int) -> bool:
+        """Whether a window is; or nothing else is waited for, where the one that ends with step ``steps`` should be."""
+        if self._each <= self._now or self.made >= steps + ENOUGH:
+            self._now = set()
+            return True
+        return False
+
+
+@define(eq=False, kw_only=True)
+class ScriptWindow:
+    """The window of a script that ends with one of its steps, and what an audit has found on the way there."""
+
+    arrivals: Arrivals
+    steps: int
+    """Whose window is recorded."""
+    recorder: Recorder
+    _looks: ScriptLooks = field(init=False)
+    _turns: TurnsOfRanks = field(init=False)
+    _behind: HeardBehind = field(factory=HeardBehind, init=False)
+    _strays: HeardStrays = field(factory=HeardStrays, init=False)
+    _mine: list[Recorded] = field(factory=list, init=False)
+    _taken: int = field(default=0, init=False)
+    """Steps with gradients, of any optimizer, since anything is recorded."""
+    _rounds: Rounds = field(factory=Rounds, init=False)
+    _met: bool = field(default=False, init=False)
+    """Whether all ranks have come to the end."""
+
+    def __attrs_post_init__(self) -> None:
+        self._looks = ScriptLooks(arrivals=self.arrivals, steps=self.steps, ends=False)
+        self._turns = TurnsOfRanks(self.arrivals)
+        self.recorder.agrees, self.recorder.when_done = self._turns.agrees, self._ends
+        self.recorder.lingers = self.steps == 1
+
+    def runs(self, script: str, arguments: tuple[str, ...]) -> None:
+        """Run the script until the window is complete, or to its end."""
+        others, later = (None, self._behind.later) if self.steps == 1 else (self._looks, None)
+        look = audited_at_first_step(self._looked, self.arrivals, others, self._forgets, later)
+        hook = register_optimizer_step_post_hook(self._stepped)
+        try:
+            with self.recorder.on(), look, self._turns.on(self.recorder):
+                _run(script, arguments, self.arrivals)
+        finally:
+            hook.remove()
+            self._looks.close()
+
+    def proven(self, keep: str | None) -> Proof | None:
+        """Rank 0's proof on every rank; None where nothing was stepped. Collective. ``keep``: its folder."""
+        self.arrivals.meet(AT_END, last=True)
+        self.arrivals.meet("the proof", last=True)
+        self._met = True
+        if any(world().gather(self.steps > 1 and not self._taken)):
+            return None if self._looks.found is None else _unproven(self._short())
+        handed = any(world().gather(self.arrivals.hands))
+        proof = (proven_stages if handed else proven_models)(self._mine or self._recorded(), keep)
+        if proof is None and self._taken:
+            return _unproven(TRANSFORMED if any(one.transformed for one in self.recorder.family) else UNSEEN)
+        return proof
+
+    def beside(self, proof: Proof) -> Proof:
+        """The proof with the audit, and what was heard behind its last look, but for what it tells itself."""
+        found = self._looks.found
+        if found is None:
+            return proof
+        if self.arrivals.alone or (self.steps > 1 and self._met):
+            found = everywhere(found)
+        if not self.arrivals.alone:
+            found = _with_strays(found, self._strays, proof)
+        told = untold((*found.findings, *self._behind.beside(found)), proof.findings)
+        if proof.facts.measured and not proof.facts.slopes:
+            told = (evolve(one, severity=Severity.NOTE) if one.rule in MEASURED else one for one in told)
+        return evolve(proof, audit=evolve(found, findings=tuple(told)))
+
+    def _looked(self, found: Audit) -> None:
+        self._looks.first(evolve(found, proven=True))
+        if not self.arrivals.alone and any(one.rule == "run.gradients-waited-for" for one in found.findings):
+            raise StillWaits(WAITING)  # what is recorded says nothing, as all ranks have found
+
+    def _forgets(self) -> None:
+        """What was recorded and counted is of something that no other rank trains."""
+        self.recorder.forgets()
+        self._taken = 0
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self._strays.hears(optimizer, given_to(optimizer))
+        if not self.recorder.lingers:
+            if self._looks.found is not None:  # else this rank trains something by itself
+                self._rounds.steps(optimizer, self._looks.watched.steps)
+            if self.recorder.rests and self._rounds.over(self.steps):
+                self._begins()
+            return
+        self._taken += any(param.grad is not None for param in given_to(optimizer))
+        if self._taken >= ENOUGH and not any(one.stepped for one in self.recorder.family):
+            raise WindowDone
+
+    def _begins(self) -> None:
+        """A window is over: the next is recorded where it is the last, and else nothing is."""
+        self.recorder.rests = self._rounds.made < self.steps - 1
+        self.recorder.lingers = not self.recorder.rests
+
+    def _short(self) -> str:
+        made = self._rounds.made
+        told = f"the script has taken {count(made, 'step')}, and no window that ends with step {self.steps} or later"
+        return f"{told} was complete: give --steps {max(1, min(made, self.steps - 1))}"
+
+    def _ends(self) -> None:
+        if not self.recorder.lingers:
+            self.recorder.forgets()
+            self._rounds.learns()
+            self._begins()
+            return
+        if self.arrivals.hands and not self._mine:  # what this rank does for others behind its window is no part of it
+            self._mine.extend(self._recorded())
+        self.arrivals.leaves(AT_END, _stop, last=True)
+
+    def _recorded(self) -> list[Recorded]:
+        """Every model that was stepped, with what was recorded of it."""
+        if self._looks.found is not None:
+            facts = self._looks.found.facts
+            by_hand = facts.window.averages_weights if facts.window else ""
+            for one in self.recorder.family:
+                one.around.averages = by_hand or facts.local_sgd
+        stepped = [(one.root, one.record()) for one in self.recorder.family if one.root is not None and one.stepped]
+        return [(root, Record(record.head, dict(record.tensors))) for root, record in stepped]
+
+
+def _stop() -> None:
+    raise WindowDone
 
 
 def _with_strays(found: Audit, strays: HeardStrays, proof: Proof) -> Audit:
@@ -161,18 +269,6 @@ def _with_strays(found: Audit, strays: HeardStrays, proof: Proof) -> Audit:
     known = {(one.rule, one.where) for one in found.findings}
     more = tuple(one for one in told if (one.rule, one.where) not in known)
     return evolve(found, findings=found.findings + more)
-
-
-def _forget(recorder: Recorder, steps: list[None]) -> None:
-    """What was recorded and counted is of something that no other rank trains."""
-    recorder.forgets()
-    steps.clear()
-
-
-def _goes_on(found: Audit, arrivals: Arrivals) -> None:
-    """Raise ``StillWaits`` where what was recorded says nothing, as all ranks have found."""
-    if not arrivals.alone and any(one.rule == "run.gradients-waited-for" for one in found.findings):
-        raise StillWaits(WAITING)
 
 
 @define(eq=False)
@@ -249,20 +345,6 @@ def _run(script: str, arguments: tuple[str, ...], arrivals: Arrivals) -> None:
         raise ScriptEnded(told(script, error)) from error
 
 
-def _stepped(recorder: Recorder) -> list[Recorded]:
-    """Every model that was stepped, with what was recorded of it."""
-    stepped = [(one.root, one.record()) for one in recorder.family if one.root is not None and one.stepped]
-    return [(root, Record(record.head, dict(record.tensors))) for root, record in stepped]
-
-
-def proven_window(recorder: Recorder, keep: str | None) -> Proof | None:
-    """Rank 0's proof on every rank, of each model that was stepped; None where none was. Collective.
-
-    ``keep``: a folder that the records are left in.
-    """
-    return _proven(_stepped(recorder), keep)
-
-
 def proven_stages(mine: list[Recorded], keep: str | None) -> Proof | None:
     """The same of ranks that send each other tensors, and so may hold a stage of a pipeline each. Collective.
 
@@ -275,7 +357,7 @@ def proven_stages(mine: list[Recorded], keep: str | None) -> Proof | None:
     every = world().gather([(type(root).__name__, digest(one)) for (root, _), one in zip(mine, weights, strict=True)])
     stages = [one[0] for one in every if len(one) == 1]
     if len(stages) < len(every) or len(set(stages)) == 1:
-        return _proven(mine, keep)
+        return proven_models(mine, keep)
     ((root, record),) = mine
     mates = [rank for rank, one in enumerate(stages) if one == stages[world().rank]]
     apart = tuple(handed_back(world().gather(sides(record))))
@@ -320,7 +402,11 @@ def _folder(keep: str | None) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _proven(mine: list[Recorded], keep: str | None) -> Proof | None:
+def proven_models(mine: list[Recorded], keep: str | None) -> Proof | None:
+    """Rank 0's proof on every rank, of each model that was stepped; None where none was. Collective.
+
+    ``keep``: a folder that the records are left in.
+    """
     every = world().gather([type(root).__name__ for root, _ in mine])
     if not any(every):
         return None

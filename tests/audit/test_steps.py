@@ -704,9 +704,31 @@ def test_what_was_found_before_a_script_ends_is_said(run: Auditor) -> None:
     assert (code, "error run.left-over" in out, "raised before step 9" in err) == (3, True, True)
 
 
-def test_a_proof_has_steps_of_its_own(run: Auditor) -> None:
-    code, _, err = run(ENDS, "--steps", "9", "--prove", "train.py")
-    assert (code, "give --steps without it" in err) == (2, True)
+def test_a_proof_that_finds_no_such_window_says_what_was_found_before(run: Auditor) -> None:
+    code, out, err = run(ENDS, "--steps", "9", "--prove", "train.py")
+    assert (code, "error run.left-over" in out) == (1, True), err
+    assert "taken 4 steps, and no window that ends with step 9 or later was complete: give --steps 4" in out
+
+
+ALONE_LATER = """import contextlib, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+drawn = torch.Generator().manual_seed(dist.get_rank())
+for at in range(5):
+    with model.no_sync() if at > 1 else contextlib.nullcontext():
+        model(torch.randn(3, 4, generator=drawn)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_proof_sees_what_goes_wrong_behind_the_first_window(run: Auditor) -> None:
+    code, out, err = run(ALONE_LATER, "--steps", "2", "--prove", "train.py", world=2)
+    assert (code, out.splitlines()[0].endswith("trained as plain torch trains it")) == (0, True), err
+    code, out, err = run(ALONE_LATER, "--steps", "3", "--prove", "train.py", world=2)
+    assert (code, "error prove.not-averaged" in out, "step 3" in out) == (1, True, True), err
 
 
 @pytest.mark.parametrize("around", ["the loop", "each forward", "nothing kept", "no layer"])

@@ -37,10 +37,10 @@ x = torch.randn(5, 6)
 """
 
 
-def proved(tmp_path: Path, text: str) -> Proof | None:
+def proved(tmp_path: Path, text: str, steps: int = 1) -> Proof | None:
     (tmp_path / "train.py").write_text(BEGIN + text)
     gc.collect()  # objects of the script before, which an audit would find alive
-    return prove_script(str(tmp_path / "train.py"))
+    return prove_script(str(tmp_path / "train.py"), steps=steps)
 
 
 def told(proof: Proof | None) -> list[str]:
@@ -292,6 +292,44 @@ def test_a_right_script_of_unusual_shape_is_proven(tmp_path: Path, name: str) ->
     assert proof.audit is not None
     assert alone is not None
     assert proof.audit.findings == alone.findings, "a recorder changes nothing that an audit sees"
+
+
+ONE_WINDOW = ("a layer that is frozen for one of two losses", "options that hold None", "a norm that is only measured")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_its_second_window_is_proven_too(tmp_path: Path, name: str) -> None:
+    proof = proved(tmp_path, RIGHT[name], steps=2)
+    assert proof is not None
+    assert any("give --steps 1" in one for one in told(proof)) is (name in ONE_WINDOW)
+    assert name in ONE_WINDOW or told(proof) == []
+    assert name in ONE_WINDOW or [one.facts.unproven for one in proof.beside] == [""] * len(proof.beside)
+    assert "of several steps" not in name or [len(one.facts.steps) for one in (proof, *proof.beside)] == [4, 2]
+
+
+LATE = """
+for at in range(6):
+    if at < 2 or KEEPS:
+        optimizer.zero_grad()
+    model(x).square().mean().backward()
+    if at == 2:
+        model[0].weight.grad *= 3
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("steps", "cause"), [(2, ""), (3, "prove.ratio"), (4, "")])
+def test_what_goes_wrong_in_one_window_is_told_of_that(tmp_path: Path, steps: int, cause: str) -> None:
+    assert [one.partition(":")[0] for one in told(proved(tmp_path, LATE.replace("KEEPS", "True"), steps))] == (
+        [cause] if cause else []
+    )
+
+
+@pytest.mark.parametrize("steps", [2, 4, 6])
+def test_what_is_left_behind_the_first_window_is_told(tmp_path: Path, steps: int) -> None:
+    """Of the second too: the third adds to it."""
+    causes = {one.partition(":")[0] for one in told(proved(tmp_path, LATE.replace("KEEPS", "False"), steps))}
+    assert causes == {"prove.left-over"}
 
 
 def test_what_was_made_before_is_audited_where_the_program_uses_it() -> None:
