@@ -320,3 +320,9 @@ def in_the_same_place(params: Iterable[tuple[str, nn.Parameter]], others: Iterab
 def stands_around(root: nn.Module, wrapper: str) -> dict[str, Any]:
     """What stands around the root, as ``Disturbed`` has it; ``wrapper``: as a call has shown it; empty: none has."""
     return {"wrapper": wrapper or wrapped_by(root), "raw": is_raw(root), "uses": uses()}
+
+
+def sums_low(root: nn.Module) -> bool:
+    """Return whether gradients are added up, or sent, in 16 bits."""
+    low = any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in root.parameters())
+    return low or any(getattr(one, "_comm_hooks", None) for one in root.modules())

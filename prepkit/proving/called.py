@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -263,3 +264,38 @@ def by_each(first: Any, places: Collection[tuple[Any, str, str]]) -> list[tuple[
         return calls
 
     return [(home, place, heard_by(name)) for home, place, name in places] if first is first.family[0] else []
+
+
+def said_accumulation() -> int | None:
+    """Micro-batches of a step as accelerate was told; None: it was not, or is not there."""
+    state = sys.modules.get("accelerate.state")
+    shared = getattr(getattr(state, "GradientState", None), "_shared_state", {})
+    return _several(shared.get("plugin_kwargs", {}).get("num_steps"))
+
+
+def trainer_accumulation() -> int | None:
+    """The same of the Trainer of transformers whose code steps now; it divides by itself, and tells accelerate 1."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if "transformers.Trainer" in {
+            f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(owner).__mro__
+        }:
+            return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
+        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
+    return None
+
+
+def known_accumulation(trainer: int | None, engine: Any, micros: Collection[Micro]) -> int | None:
+    """Micro-batches of a step as accelerate, a Trainer or DeepSpeed has been told; None: nobody was.
+
+    Where backwards stand in several lines, a micro-batch may have several of them: an engine's number counts none.
+    """
+    if (said := said_accumulation()) is not None:
+        return said
+    steps = trainer if engine is None else trainer or _several(engine.gradient_accumulation_steps())
+    return steps if len({one.line for one in micros}) < 2 else None
+
+
+def _several(steps: Any) -> int | None:
+    return steps if isinstance(steps, int) and steps > 1 else None

@@ -25,8 +25,16 @@ from prepkit.objects.local_part import local
 from prepkit.observe.fingerprints.parts import parts
 from prepkit.observe.prepared.instead import around_calls, called_first
 from prepkit.observe.prepared.preparation.tensor_parallel import tensor_parallel
-from prepkit.proving import bare
-from prepkit.proving.called import Called, by_each, ends_of, leaves_listened, leaves_of, micro_of, place_in
+from prepkit.proving import bare, called
+from prepkit.proving.called import (
+    Called,
+    by_each,
+    ends_of,
+    leaves_listened,
+    leaves_of,
+    micro_of,
+    place_in,
+)
 from prepkit.proving.collectives import listened
 from prepkit.proving.hooks import (
     asked_for,
@@ -54,12 +62,9 @@ from prepkit.proving.steppers import (
     clip_of,
     engine_of,
     holds,
-    known_accumulation,
     places,
     steps_nothing,
-    sums_low,
     torn,
-    trainer_accumulation,
     waiting,
 )
 from prepkit.proving.trace import Tracer, on_calls
@@ -102,7 +107,6 @@ class Recorder(Turns):
     _told: int | None = field(default=None, init=False)
     """The accumulation that a Trainer was told."""
     _lines: dict[str, None] = field(factory=dict, init=False)
-    _limits: dict[str, None] = field(factory=dict, init=False)
     _clips: Clipping = field(init=False)
     transformed: bool = field(default=False, init=False)
     """Whether a module was called inside of a transform of ``torch.func``, whose gradients nothing outside sees."""
@@ -149,10 +153,6 @@ class Recorder(Turns):
         """Takes the norm at which a run has clipped, where nothing has shown one."""
         self._clips.shows(norm)
 
-    def tell(self, limit: str) -> None:
-        """Notes what the proof cannot see."""
-        self._limits[limit] = None
-
     def record(self) -> Record:
         """Return what was recorded. Raises ``ValueError`` where no optimizer has stepped what the root trains."""
         if self.root is None or not self.stepped:
@@ -176,7 +176,7 @@ class Recorder(Turns):
         engine, copies = engine_of(self.root), self._strange and not self._held.optimizers
         scale = float(getattr(engine.optimizer, "cur_scale", 1.0)) if engine is not None else self.around.scale
         clip = self._clips.seen(len(self._micros))
-        known = self.accumulation or known_accumulation(self._told, engine, self._micros)
+        known = self.accumulation or called.known_accumulation(self._told, engine, self._micros)
         clip = clip_of(engine) if engine is not None and clip is None and engine.gradient_clipping() else clip
         head = Head(
             rank=world().rank,
@@ -192,7 +192,7 @@ class Recorder(Turns):
             odd=tuple(self._held.odd),
             elsewhere=elsewhere,
             dtype=str(self._dtype).removeprefix("torch.") if self.computes_in is None else self.computes_in,
-            sent="bfloat16" if sums_low(self.root) else "float32",
+            sent="bfloat16" if bare.sums_low(self.root) else "float32",
             scale=scale,
             clip=clip,
             value=self._clips.value,
@@ -244,8 +244,7 @@ class Recorder(Turns):
             if module in set(one.root.modules()) or mine == (held := set(map(id, one.root.parameters()))):
                 return
             if not mine.isdisjoint(held):
-                one.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
-                one.around.swung = True
+                one._beside(module)
                 return
         other = Recorder(root=module, when_done=self._ended, lingers=self.lingers, raises=self.raises)
         other.largest, other.family = self.largest, self.family
@@ -431,7 +430,7 @@ class Recorder(Turns):
             for name, part in self._parts.items():
                 self._keep(f"weight/{name}", part.values)
             self.around.steps(self.root)
-            self._told = trainer_accumulation()
+            self._told = called.trainer_accumulation()
         self.around.unproven = torn(self._parts, optimizer) or self.around.unproven
         if not (held := places(self._parts, optimizer)):
             self._strange = self._strange or not any(holds(one.root, optimizer) for one in self.family)

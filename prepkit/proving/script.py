@@ -249,14 +249,12 @@ class ScriptWindow:
         self.arrivals.leaves(AT_END, _stop, last=True)
 
     def _recorded(self) -> list[Recorded]:
-        """Every model that was stepped, with what was recorded of it."""
         if self._looks.found is not None:
             facts = self._looks.found.facts
             by_hand = facts.window.averages_weights if facts.window else ""
             for one in self.recorder.family:
                 one.around.averages = by_hand or facts.local_sgd
-        stepped = [(one.root, one.record()) for one in self.recorder.family if one.root is not None and one.stepped]
-        return [(root, Record(record.head, dict(record.tensors))) for root, record in stepped]
+        return models_of(self.recorder)
 
 
 def _stop() -> None:
@@ -400,6 +398,12 @@ def _folder(keep: str | None) -> Iterator[Path]:
     finally:
         if world().is_first and keep is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def models_of(recorder: Recorder) -> list[Recorded]:
+    """Every model that was stepped, with what was recorded of it."""
+    stepped = [(one.root, one.record()) for one in recorder.family if one.root is not None and one.stepped]
+    return [(root, Record(record.head, dict(record.tensors))) for root, record in stepped]
 
 
 def proven_models(mine: list[Recorded], keep: str | None) -> Proof | None:

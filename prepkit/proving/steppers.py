@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from math import isfinite
 from typing import Any
 
@@ -273,6 +273,7 @@ class Turns:
     _micros: list[Micro] = field(factory=list, init=False)
     _parts: dict[str, Part] = field(factory=dict, init=False)
     _tensors: dict[str, Tensor] = field(factory=dict, init=False)
+    _limits: dict[str, None] = field(factory=dict, init=False)
     around: Around = field(factory=Around, init=False)
     _held: HeldState = field(factory=HeldState, init=False)
     _strange: bool = field(default=False, init=False)
@@ -330,6 +331,16 @@ class Turns:
             self.ending = True
             self.when_done()
             self.ending = False
+
+    def _beside(self, module: nn.Module) -> None:
+        """Another module that trains some of these weights is called; behind this window, in the next one."""
+        self._next.called, self.around.swung = self.done, self.around.swung or not self.done
+        if not self.done:
+            self.tell(f"`{type(module).__name__}` trains some of the same weights, and is called beside it")
+
+    def tell(self, limit: str) -> None:
+        """Notes what the proof cannot see."""
+        self._limits[limit] = None
 
     def _keep(self, key: str, tensor: Tensor) -> None:
         raise NotImplementedError
@@ -457,44 +468,3 @@ def clip_of(engine: Any) -> ClipProof:
     """Return how DeepSpeed clips, which it does by itself."""
     norm = getattr(engine.optimizer, "_global_grad_norm", None)
     return ClipProof(most=float(engine.gradient_clipping()), seen=float(norm) if norm and isfinite(norm) else None)
-
-
-def said_accumulation() -> int | None:
-    """Micro-batches of a step as accelerate was told; None: it was not, or is not there."""
-    state = sys.modules.get("accelerate.state")
-    shared = getattr(getattr(state, "GradientState", None), "_shared_state", {})
-    return _several(shared.get("plugin_kwargs", {}).get("num_steps"))
-
-
-def trainer_accumulation() -> int | None:
-    """The same of the Trainer of transformers whose code steps now; it divides by itself, and tells accelerate 1."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if "transformers.Trainer" in {
-            f"{one.__module__.partition('.')[0]}.{one.__name__}" for one in type(owner).__mro__
-        }:
-            return _several(getattr(getattr(owner, "args", None), "gradient_accumulation_steps", None))
-        frame = frame.f_back  # type: ignore[assignment]  # the last one has none
-    return None
-
-
-def known_accumulation(trainer: int | None, engine: Any, micros: Collection[Micro]) -> int | None:
-    """Micro-batches of a step as accelerate, a Trainer or DeepSpeed has been told; None: nobody was.
-
-    Where backwards stand in several lines, a micro-batch may have several of them: an engine's number counts none.
-    """
-    if (said := said_accumulation()) is not None:
-        return said
-    steps = trainer if engine is None else trainer or _several(engine.gradient_accumulation_steps())
-    return steps if len({one.line for one in micros}) < 2 else None
-
-
-def _several(steps: Any) -> int | None:
-    return steps if isinstance(steps, int) and steps > 1 else None
-
-
-def sums_low(root: nn.Module) -> bool:
-    """Return whether gradients are added up, or sent, in 16 bits."""
-    low = any(one.requires_grad and one.dtype in (torch.bfloat16, torch.float16) for one in root.parameters())
-    return low or any(getattr(one, "_comm_hooks", None) for one in root.modules())

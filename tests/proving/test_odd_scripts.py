@@ -19,11 +19,11 @@ from prepkit.auditing.script import audit_run, audit_script
 from prepkit.cli import main
 from prepkit.findings import PlanRejected, Severity
 from prepkit.observe.prepared.instead import called_first
+from prepkit.proving.called import known_accumulation
 from prepkit.proving.proof import Proof, prove_records
 from prepkit.proving.record_file import KEY, Micro, path_of, write
 from prepkit.proving.recorder import Recorder
 from prepkit.proving.script import prove_script
-from prepkit.proving.steppers import known_accumulation
 from tests.proving.small import Small
 
 BEGIN = """
@@ -305,6 +305,24 @@ def test_its_second_window_is_proven_too(tmp_path: Path, name: str) -> None:
     assert name in ONE_WINDOW or told(proof) == []
     assert name in ONE_WINDOW or [one.facts.unproven for one in proof.beside] == [""] * len(proof.beside)
     assert "of several steps" not in name or [len(one.facts.steps) for one in (proof, *proof.beside)] == [4, 2]
+
+
+SHARED = """
+layers = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 3)
+for head, steps in (layers[1], FIRST), (layers[2], 3):
+    whole = nn.Sequential(layers[0], head)
+    optimizer = torch.optim.Adam(whole.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        whole(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_the_last_window_before_another_model_trains_the_same_layer_is_proven(tmp_path: Path, first: int) -> None:
+    proof = proved(tmp_path, SHARED.replace("FIRST", str(first)), steps=first)
+    assert (told(proof), [] if proof is None else proof.facts.limits) == ([], ())
 
 
 LATE = """

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from prepkit.proving.proof import Proof
 from prepkit.proving.record_file import write
 from prepkit.proving.recorder import Recorder
-from prepkit.proving.script import proven_window
+from prepkit.proving.script import models_of, proven_models
 from tests.support.launch import launched
 
 WIDTH = 12
@@ -122,7 +122,7 @@ def recorded(program: Callable[[int, int], Window], rank: int, world: int, folde
 def proved(rank: int, world: int, program: Callable[[int, int], Window], folder: str) -> Proof | None:
     """The proof of one program, from rank 0."""
     recorder, _ = recorded(program, rank, world, folder)
-    return proven_window(recorder, folder)
+    return proven_models(models_of(recorder), folder)
 
 
 __all__ = ["DDP", "Attends", "Window", "adam", "loop", "loss_of", "micros", "net", "proved", "recorded"]
