@@ -18,7 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.phases import makes_optimizer_behind
+from prepkit.auditing.phases import elsewhere, makes_optimizer_behind, stands, trains_behind
 from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
 from prepkit.facts.phases import PhaseFacts
@@ -34,6 +34,7 @@ from prepkit.rules.rule import Moment, Need, findings_of
 
 if TYPE_CHECKING:  # which reads frames, and is large
     from prepkit.auditing.window import Window
+    from prepkit.observe.prepared.around import Line
 
 LOOKED = "the end of its look"
 FIRST = "its first optimizer step"
@@ -88,6 +89,10 @@ class ScriptLooks:
     """Watches over trainings that have begun behind the first, by what they train."""
     _until: float = field(default=0.0, init=False)
     """How long it waits behind its last step for another training to begin; 0: it does not."""
+    _stands: tuple[Line, ...] = field(default=(), init=False)
+    """Where the program stood as it began to wait."""
+    _last: int = field(default=0, init=False)
+    """The step of the first optimizer at which nothing more is waited for, where it trains again; 0: it does not."""
     _taken_over: bool = field(default=False, init=False)
     """Whether another optimizer steps what the first one did."""
 
@@ -189,16 +194,24 @@ class ScriptLooks:
     def _counts(self, *_: Any) -> None:
         assert self.found is not None
         self.found = evolve(self.found, steps=min(self.watched.steps, self.steps))
-        if self.watched.steps >= self.steps and not (self.ends and self._waits()):
+        if self.watched.steps >= max(self.steps, self._last) and not (self.ends and self._waits()):
             self._leaves()
 
     def _waits(self) -> bool:
-        """Whether lines behind this training make an optimizer for another, which has not begun, and may soon."""
+        """Whether lines behind this training begin another, which may come soon.
+
+        One of the same optimizer is watched as long as the first was.
+        """
         if not self._until and self.watched.every != NEVER:
             alone = not self._behind and world().size == 1
-            self._until = time.monotonic() + WAITS_S if alone and makes_optimizer_behind(again=False) else 0.0
-            self.watched.every = NEVER
-        return time.monotonic() < self._until and not self._behind
+            goes_on = alone and (makes_optimizer_behind(again=False) or trains_behind())
+            self._until = time.monotonic() + WAITS_S if goes_on else 0.0
+            self.watched.every, self._stands = NEVER, stands()
+        elif self._until and not self._last and elsewhere(self._stands):
+            self.watched.every, self._last = 1, self.watched.steps + self.steps - 1
+            self.watched.look()
+            return True
+        return time.monotonic() < self._until and not self._behind and not self._last
 
     def _adds(self, findings: tuple[Finding, ...], when: str = "", scheduler: Any = None) -> None:
         assert self.found is not None

@@ -280,15 +280,13 @@ class Phases:
         held = frozenset(id(param) for group in optimizer.param_groups for param in group["params"])
         self.begins_anew = optimizer not in self._courses and self._is_apart()
         course = self._courses.setdefault(optimizer, _Course(made=self._made_at.get(optimizer, "")))
-        course.stands = course.stands or tuple(lines_of_program(frames_above(__file__)))
+        course.stands = course.stands or stands()
         course.last, course.held = self._steps, held
         self.weights.begins(self._steps, held, self._courses)
 
     def _is_apart(self) -> bool:
         """Whether what begins to step now does so in no run of a loop in which another has."""
-        now = lines_of_program(frames_above(__file__))
-        others = self._courses.values()
-        return bool(self._courses) and not any(_in_one_run(one.stands, now) for one in others)
+        return bool(self._courses) and all(elsewhere(one.stands) for one in self._courses.values())
 
     def over(self) -> list[Any]:
         """Optimizers whose training is over, where the step that begins is the first of another."""
@@ -421,12 +419,37 @@ def _is_of_program(kind: type) -> bool:
     return not is_foreign(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
 
 
+def trains_behind() -> bool:
+    """Return whether lines behind all loops that run now call a function that trains, be it the one that does now."""
+    running = set[str]()
+    for frame in own_frames():
+        code, tree = frame.f_code, parsed(frame.f_code.co_filename)
+        end = max((line for _, _, line in code.co_lines() if line), default=0)
+        _, begin = outermost(code, frame.f_lineno)
+        names = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_steps, _calls_in(one)))} | running
+        calls = (one for one in nodes_of(tree, ast.Call) if begin < one.lineno <= end)
+        if any(name_of(one) in names for one in calls):
+            return True
+        running.add(code.co_name)
+    return False
+
+
+def stands() -> tuple[Line, ...]:
+    """Where the program stands now, the innermost line first."""
+    return tuple(lines_of_program(frames_above(__file__)))
+
+
+def elsewhere(before: Sequence[Line]) -> bool:
+    """Return whether it stands in no run of a loop that had that line too."""
+    return not _in_one_run(before, stands())
+
+
 def makes_optimizer_behind(*, again: bool = True) -> bool:
     """Return whether lines of the program make an optimizer that are still to come, or come ``again`` in a loop."""
     for frame in own_frames():
         code, tree = frame.f_code, parsed(frame.f_code.co_filename)
         end = max((line for _, _, line in code.co_lines() if line), default=0)
-        begin = outermost(code, frame.f_lineno) if again else frame.f_lineno
+        begin = outermost(code, frame.f_lineno)[0] if again else frame.f_lineno
         makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
         calls = (one for one in nodes_of(tree, ast.Call) if begin <= one.lineno <= end)
         if any(_makes(one) or name_of(one) in makers for one in calls if one.lineno != frame.f_lineno):
@@ -436,6 +459,10 @@ def makes_optimizer_behind(*, again: bool = True) -> bool:
 
 def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
     return (one for one in ast.walk(node) if isinstance(one, ast.Call))
+
+
+def _steps(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "step")
 
 
 def _makes(call: ast.Call) -> bool:

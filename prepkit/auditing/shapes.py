@@ -37,7 +37,7 @@ LAYERS = frozenset(
 COLUMNS = LAYERS | {"Slice", "Split", "SplitWithSizes", "Gather", "Cat", "Index", "IndexSelect"}
 """What gives a column of its own accord."""
 MEASURES = frozenset({"Mean", "Sum", "Pow", "Abs", "Sqrt", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Clamp"} | SHAPES)
-MEASURES |= {"Minimum", "Maximum", "Expand"}
+MEASURES |= {"Minimum", "Maximum", "Expand", "Log", "Log1P", "Cosh"}
 """What stands between a loss and what it measures; what is done to pairs on purpose, as in a kernel, is not in it."""
 
 
@@ -199,8 +199,9 @@ def _near(node: Any, most: int, passes: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _measures(node: Any) -> bool:
-    """Return whether a node only adds up what it is given, or how far that is from something."""
-    return _name(node) in MEASURES
+    """Return whether a node only adds up what it is given, or how far that is from something, or chooses of two."""
+    chooses = _name(node) == "Where" and all(one is not None for one, _ in node.next_functions)
+    return chooses or _name(node) in MEASURES
 
 
 def _name(node: Any) -> str:

@@ -123,7 +123,12 @@ class DriftWatch:
             and not taken_over(self._look.scheduler)
         ):
             self._tell(self._look.idle("run.drift-ticks", unticked=self._ticks.since - 1))
-        if self.steps % self.every or self._look is None:
+        if not self.steps % self.every:
+            self.look()
+
+    def look(self) -> None:
+        """Looks before the step that begins."""
+        if self._look is None:
             return
         self.looks += 1
         self._look.steps = self.steps + (0 if self._refused is None else self._refused.refused)

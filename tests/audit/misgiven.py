@@ -100,6 +100,17 @@ def chosen(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.gather(1, torch.zeros(len(outputs), 1).long()) - targets).abs().mean()
 
 
+def huber_by_hand(outputs: Tensor, targets: Tensor) -> Tensor:
+    error = outputs - targets
+    return torch.where(error.abs() <= 1, 0.5 * error.pow(2), error.abs() - 0.5).mean()
+
+
+def pairs_on_purpose(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Those of a mask alone, which holds zeros for the rest."""
+    apart = (outputs - targets).abs()
+    return torch.where(torch.eye(len(outputs)) > 0, apart, torch.zeros(())).sum() / len(outputs)
+
+
 def weighed(outputs: Tensor, targets: Tensor) -> Tensor:
     """Each log-probability times all advantages, of which one is clipped."""
     ratio = (outputs.log_softmax(1)[:, 0] + 1.6).exp()
@@ -285,6 +296,7 @@ RIGHT_LOSSES: tuple[Loop, ...] = (
             ("all_pairs_unsqueezed", drawn("normal", 4 * BATCH), lambda o, t: ((o[:, 0][:, None] - t) ** 2).mean(), 1),
             ("all_pairs_of_outputs", COUNTS, lambda o, t: (o - o[:, 0]).square().mean() + (o - t).abs().mean(), 1),
             ("all_pairs_with_a_leaf", drawn("normal", 4 * BATCH), beside_a_leaf, 1),
+            ("pairs_of_a_mask", drawn("normal", 4 * BATCH), pairs_on_purpose, 1),
             ("all_pairs_in_a_kernel", drawn("normal", 4 * BATCH), lambda o, t: (-((o - t) ** 2)).exp().mean(), 1),
             ("all_pairs_weighed", drawn("normal", 4 * BATCH), lambda o, t: ((o - t) * (t[:, None] > t)).mean(), 1),
             ("diagonal_of_all_pairs", drawn("normal", 4 * BATCH), lambda o, t: (o - t).diagonal().square().mean(), 1),
@@ -343,6 +355,8 @@ MISGIVEN: tuple[Loop, ...] = (
                 lambda o, t: -Normal(o, 1.0).log_prob(t).mean(),
                 1,
             ),
+            ("all_with_all_of_a_huber", drawn("normal", 4 * BATCH), huber_by_hand, 1),
+            ("all_with_all_of_log_cosh", drawn("normal", 4 * BATCH), lambda o, t: (o - t).cosh().log().mean(), 1),
             ("all_with_all_bits", drawn("bits", 4 * BATCH), bits_by_hand, 1),
             ("all_with_all_chosen", drawn("normal", 4 * BATCH), chosen, 5),
             ("all_with_all_advantages", drawn("normal", 4 * BATCH, 1), weighed, 5),

@@ -155,6 +155,33 @@ def test_a_second_training_is_looked_at_and_named() -> None:
     assert said(two_trainings(second="holds another"), 50) != []
 
 
+def one_optimizer_twice(*, between: str) -> Train:
+    """Two trainings of one model by one optimizer; ``between``: what is done before the second."""
+
+    def fits(model: nn.Module, optimizer: Any, steps: int) -> None:
+        for _ in range(steps):
+            learn(model, optimizer)
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        fits(model, optimizer, 12)
+        if between != "nothing":
+            model[3] = nn.Linear(16, 3)  # type: ignore[index]
+        if between == "held":
+            optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        fits(model, optimizer, 9)
+
+    return train
+
+
+def test_a_second_training_by_the_same_optimizer_is_looked_at() -> None:
+    assert set(said(one_optimizer_twice(between="a new head"), 3)) == {"run.orphans", "run.state-lost"}
+    for fine in ("nothing", "held"):
+        assert said(one_optimizer_twice(between=fine), 3) == []
+
+
 def backbone(model: nn.Module) -> list[nn.Parameter]:
     return [*model[0].parameters()]  # type: ignore[index]
 

@@ -246,10 +246,10 @@ def innermost(code: CodeType, line: int) -> tuple[int, int]:
     return max(around, default=(0, 0))
 
 
-def outermost(code: CodeType, line: int) -> int:
-    """First line of the outermost loop around a line of a function, or that line itself."""
+def outermost(code: CodeType, line: int) -> tuple[int, int]:
+    """First and last line of the outermost loop around a line of a function, or that line itself."""
     spans = _loops(code.co_filename)
-    return min((begin for begin, end in spans if code.co_firstlineno <= begin <= line <= end), default=line)
+    return min((one for one in spans if code.co_firstlineno <= one[0] <= line <= one[1]), default=(line, line))
 
 
 BESIDE_STEPS = frozenset({"step", "update", "unscale_", "clip_grad_norm_", "clip_grad_value_"})

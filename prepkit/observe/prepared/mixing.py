@@ -71,7 +71,7 @@ def writes_lost(model: nn.Module) -> tuple[str, ...]:
 def _writes_empty(frame: FrameType, inside: Callable[[str], Any] = GATHERS.search) -> Iterator[str]:
     """Yield statements that a function has still to come to, or comes to again, and that write into such a weight."""
     code, tree = frame.f_code, parsed(frame.f_code.co_filename)
-    lines = outermost(code, frame.f_lineno), max((line for _, _, line in code.co_lines() if line), default=0)
+    lines = outermost(code, frame.f_lineno)[0], max((line for _, _, line in code.co_lines() if line), default=0)
     coming = [one for one in ungathered(tree, inside) if lines[0] <= getattr(one, "lineno", 0) <= lines[1]]
     made: dict[str, ast.expr] = {}
     for one in coming:
