@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from prepkit.auditing.in_order import is_sorted, read_in_order
 from prepkit.auditing.shapes import SHAPES, all_with_all, meant, meets_all
 from prepkit.facts.window import Misgiven
-from prepkit.observe.prepared.around import called_by_program, frames_above
+from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
 
 SQUASHED = {
@@ -94,6 +94,7 @@ class Losses:
                 stack.enter_context(around_calls(torch, name, self._draws))
             for name in MEETS:
                 stack.enter_context(around_calls(Tensor, name, self._meets))
+            stack.enter_context(around_calls(Tensor, "__sub__", self._apart))
             for home, name in ((nn.functional, "softmax"), (torch, "softmax"), (Tensor, "softmax")):
                 stack.enter_context(around_calls(home, name, self._softmax))
             yield
@@ -176,6 +177,16 @@ class Losses:
                     meant(given, result)
         return result
 
+    def _apart(self, plain: Any, *given: Any) -> Any:
+        """Of a difference, as of a penalty for leaving an anchor, whether a parameter meets its own memory."""
+        result = plain(*given)
+        trains = nn.Parameter in map(type, given) and type(result) is Tensor and result.requires_grad
+        if trains and not torch.compiler.is_compiling() and _is_one(*given):
+            line = line_of_program(frames_above(__file__))
+            what = "the difference of a parameter and a tensor in the same memory, which is 0 wherever it is trained to"
+            self._misgiven("loss", f"{what} ({line})", _ANCHOR)
+        return result
+
     def _hears(self, name: str, plain: Any, *given: Any, **named: Any) -> Any:
         inside = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
         if not inside and torch.is_grad_enabled():  # inside a transform of torch.func, tensors have no values
@@ -225,6 +236,7 @@ _LOGITS = "Leave the last activation out: it takes logits."
 _REACH = "Scale the targets into its range, or leave the activation out."
 _SHAPE = "Give both one shape: outputs.squeeze(-1), or targets.unsqueeze(-1)."
 _PARTS = "Divide before the softmax, softmax(targets / T, dim), and scale the loss, not its targets."
+_ANCHOR = "Keep copies: {name: param.detach().clone() for name, param in model.named_parameters()}."
 _CLONE = "Clone them before inputs are changed in place, or look where they come from."
 _LOGS = "Give it log_softmax(outputs, dim) in the place of outputs."
 Hits = Iterator[tuple[str, str]]
@@ -288,9 +300,17 @@ def _of_counts(known: Mapping[str, Any]) -> Hits:
 
 def _of_difference(known: Mapping[str, Any]) -> Hits:
     one, other = tuple(known["input"].shape), tuple(known["target"].shape)
+    if isinstance(known["input"], nn.Parameter) and _is_one(known["input"], known["target"]):
+        yield "a parameter, and as targets a tensor in the same memory, so that it is always 0", _ANCHOR
     whole = _together(one, other)
     if whole is not None and prod(whole) > max(prod(one), prod(other)):
         yield f"outputs of {[*one]} and targets of {[*other]}, and compares each with all others", _SHAPE
+
+
+def _is_one(tensor: Tensor, other: Any) -> bool:
+    """Return whether two tensors are one in memory."""
+    alike = isinstance(other, Tensor) and tensor.shape == other.shape and tensor.stride() == other.stride()
+    return alike and tensor.numel() > 0 and tensor.data_ptr() == other.data_ptr() != 0
 
 
 def _together(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:

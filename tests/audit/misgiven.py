@@ -111,6 +111,26 @@ def pairs_on_purpose(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.where(torch.eye(len(outputs)) > 0, apart, torch.zeros(())).sum() / len(outputs)
 
 
+def anchored(*, copied: bool, by_torch: bool = False) -> Callable[[int, int], None]:
+    """Weights are kept near what they were before, by copies of them or by their own memory."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 1))
+        before = {name: one.clone() if copied else one for name, one in model.state_dict().items()}
+        data = TensorDataset(drawn("normal", 4 * BATCH, 6), drawn("normal", 4 * BATCH, 1))
+        for x, y in DataLoader(data, batch_size=BATCH, shuffle=True):
+            named = model.named_parameters()
+            if by_torch:
+                left = sum(fn.mse_loss(one, before[name]) for name, one in named)
+            else:
+                left = sum((one - before[name]).pow(2).sum() for name, one in named)
+            taken(model, adam(model), fn.mse_loss(model(x), y) + 0.1 * left)
+
+    run.__name__ = f"anchored_{copied}_{by_torch}"
+    return run
+
+
 def weighed(outputs: Tensor, targets: Tensor) -> Tensor:
     """Each log-probability times all advantages, of which one is clipped."""
     ratio = (outputs.log_softmax(1)[:, 0] + 1.6).exp()
@@ -271,6 +291,7 @@ def traced_beside(rank: int, world: int) -> None:
 RIGHT_LOSSES: tuple[Loop, ...] = (
     *map(Loop, (samples_of_their_own_seeds, samples_without_a_seed, split_once, validated_on_all, ticked_by_pass)),
     *map(Loop, (teacher_at_rest, average_that_drops, traced_beside)),
+    *(Loop(anchored(copied=True, by_torch=by_torch)) for by_torch in (False, True)),
     *(
         Loop(program(name, targets, loss, width))
         for name, targets, loss, width in (
@@ -370,6 +391,7 @@ MISGIVEN: tuple[Loop, ...] = (
             ("targets_below_a_relu", SIGNS, lambda o, t: fn.l1_loss((o + 1).relu(), t), 1),
         )
     ),
+    *(Loop(anchored(copied=False, by_torch=by_torch), rule="run.loss-misgiven") for by_torch in (False, True)),
     Loop(weights_by_class, rule="run.weights-misfit"),
     Loop(samples_of_one_seed, rule="run.reseeded"),
     Loop(split_twice, rule="run.parts-overlap"),
