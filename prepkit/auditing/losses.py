@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.in_order import is_sorted, read_in_order
-from prepkit.auditing.shapes import SHAPES, all_with_all, meant, meets_all
+from prepkit.auditing.shapes import SHAPES, all_with_all, meant, meets_all, of_a_mean
 from prepkit.facts.window import Misgiven
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
@@ -162,6 +162,9 @@ class Losses:
         met, self._met = self._met, False
         for what, fix in all_with_all(loss) if met else ():
             self._misgiven("loss", what, fix)
+        if of_a_mean(loss):
+            what = "one weight for all samples, of their mean: exp(-loss) is no probability of a sample"
+            self._misgiven("loss", what, 'Write reduction="none" in the loss that is weighed, and .mean() behind it.')
 
     def _meets(self, plain: Any, *given: Any) -> Any:
         """Of an operation that gives a square, whether it holds each output against all targets."""

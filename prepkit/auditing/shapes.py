@@ -36,6 +36,8 @@ LAYERS = frozenset(
 )
 COLUMNS = LAYERS | {"Slice", "Split", "SplitWithSizes", "Gather", "Cat", "Index", "IndexSelect"}
 """What gives a column of its own accord."""
+ENTROPIES = frozenset({"NllLoss", "NllLoss2D", "BinaryCrossEntropyWithLogits", "BinaryCrossEntropy"})
+"""Losses that are minus the logarithm of a probability."""
 MEASURES = frozenset({"Mean", "Sum", "Pow", "Abs", "Sqrt", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Clamp"} | SHAPES)
 MEASURES |= {"Minimum", "Maximum", "Expand", "Log", "Log1P", "Cosh"}
 """What stands between a loss and what it measures; what is done to pairs on purpose, as in a kernel, is not in it."""
@@ -154,6 +156,18 @@ def all_with_all(loss: Any) -> Iterator[tuple[str, str]]:
             what, count = marked
             fix = f"Give both one shape: squeeze(-1) what is [{count}, 1]."
             yield f"what compares each of {count} outputs with all {count} targets: {what}", fix
+
+
+def of_a_mean(loss: Any) -> bool:
+    """Return whether a loss is weighed by the probability that its own mean over samples stands for, exp(-mean)."""
+    node = getattr(loss, "grad_fn", None)
+    for one in () if node is None else _near(node, DEEP, lambda _: True):
+        if _name(one) == "Exp" and _shape(one) == () and (negative := _past(one)) is not None:
+            mean = _past(negative) if _name(negative) == "Neg" else None
+            mean = _past(mean) if mean is not None and _name(mean) == "Mean" else mean
+            if mean is not None and _name(mean) in ENTROPIES:
+                return True
+    return False
 
 
 def _outer(one: Any, other: Any) -> str:

@@ -111,6 +111,14 @@ def pairs_on_purpose(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.where(torch.eye(len(outputs)) > 0, apart, torch.zeros(())).sum() / len(outputs)
 
 
+def focal(*, reduction: str, name: str = "cross_entropy") -> Loss:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        entropy = getattr(fn, name)(outputs, targets, reduction=reduction)
+        return ((1 - torch.exp(-entropy)) ** 2 * entropy).mean()
+
+    return loss
+
+
 def anchored(*, copied: bool, by_torch: bool = False) -> Callable[[int, int], None]:
     """Weights are kept near what they were before, by copies of them or by their own memory."""
 
@@ -296,6 +304,7 @@ RIGHT_LOSSES: tuple[Loop, ...] = (
         Loop(program(name, targets, loss, width))
         for name, targets, loss, width in (
             ("probabilities_as_targets", drawn("probabilities", 4 * BATCH, 5), by("cross_entropy"), 5),
+            ("focal", CLASSES, focal(reduction="none"), 5),
             ("labels_smoothed", CLASSES, by("cross_entropy", label_smoothing=0.1), 5),
             ("samples_of_no_class", HOT, hot_but_masked, 5),
             ("logs_of_probabilities", CLASSES, lambda o, t: fn.cross_entropy((o.softmax(1) + 1e-8).log(), t), 5),
@@ -367,6 +376,13 @@ MISGIVEN: tuple[Loop, ...] = (
             ("alignment_of_logits", WORDS, aligned(normal=False), 5),
             ("alignment_to_its_blank", WORDS - 1, aligned(normal=True), 5),
             ("exponential_twice", COUNTS, lambda o, t: fn.poisson_nll_loss(o.exp(), t), 1),
+            ("focal_of_a_mean", CLASSES, focal(reduction="mean"), 5),
+            (
+                "focal_of_a_mean_of_bits",
+                drawn("bits", 4 * BATCH, 1),
+                focal(reduction="mean", name="binary_cross_entropy_with_logits"),
+                1,
+            ),
             ("all_with_all", drawn("normal", 4 * BATCH), by("mse_loss"), 1),
             ("all_with_all_by_hand", drawn("normal", 4 * BATCH), lambda o, t: ((o - t) ** 2).mean(), 1),
             ("all_with_all_among_terms", drawn("normal", 4 * BATCH), among_terms, 1),
