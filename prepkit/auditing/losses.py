@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 
 from prepkit.auditing.in_order import is_sorted, read_in_order
-from prepkit.auditing.shapes import SHAPES, all_with_all, meant, meets_all, of_a_mean
+from prepkit.auditing.shapes import SHAPES, all_with_all, kind_of, meant, meets_all, near, past, shape_of
 from prepkit.facts.window import Misgiven
 from prepkit.observe.prepared.around import called_by_program, frames_above, line_of_program
 from prepkit.observe.prepared.instead import around_calls
@@ -50,6 +50,11 @@ FEW = 16
 """Those that are not where samples lie class by class, and are read so."""
 SMOOTH = 0.5
 """How far labels are moved on purpose, as those of a discriminator are."""
+WHOLE = 1024
+"""Nodes of a graph that is looked at whole."""
+SUMS = ("Add", "Sub", "Rsub")
+ENTROPIES = ("NllLoss", "NllLoss2D", "BinaryCrossEntropyWithLogits", "BinaryCrossEntropy")
+"""Losses that are minus the logarithm of a probability."""
 MEETS = ("__add__", "__sub__", "__mul__", "__truediv__")
 """Operations in which two tensors may meet as all pairs."""
 
@@ -162,9 +167,8 @@ class Losses:
         met, self._met = self._met, False
         for what, fix in all_with_all(loss) if met else ():
             self._misgiven("loss", what, fix)
-        if of_a_mean(loss):
-            what = "one weight for all samples, of their mean: exp(-loss) is no probability of a sample"
-            self._misgiven("loss", what, 'Write reduction="none" in the loss that is weighed, and .mean() behind it.')
+        for what, fix in _of_graph(loss):
+            self._misgiven("loss", what, fix)
 
     def _meets(self, plain: Any, *given: Any) -> Any:
         """Of an operation that gives a square, whether it holds each output against all targets."""
@@ -419,6 +423,43 @@ def _before(values: Any) -> str:
             return name
         node = node.next_functions[0][0]
     return ""
+
+
+def _of_graph(loss: Any) -> Hits:
+    """What the graph of a loss says it is made of."""
+    node = getattr(loss, "grad_fn", None)
+    every = [] if node is None else [*near(node, WHOLE, lambda _: True)]
+    exponentials = [one for one in every if kind_of(one) == "Exp"]
+    if any(map(_of_mean, exponentials)):
+        what = "one weight for all samples, of their mean: exp(-loss) is no probability of a sample"
+        yield what, 'Write reduction="none" in the loss that is weighed, and .mean() behind it.'
+    users = defaultdict[Any, list[Any]](list)
+    for one in every if exponentials else ():
+        for source in one.next_functions:
+            users[source].append(one)
+    if any(_is_scale(one, users) for one in exponentials):
+        what = "exp(x) as the variance of what is drawn, and what is drawn has it as its deviation"
+        yield what, "Scale the noise by exp(0.5 * x) where x is the logarithm of a variance."
+
+
+def _of_mean(exponential: Any) -> bool:
+    """Return whether it is the probability that a mean over samples of its logarithm stands for, exp(-mean)."""
+    negative = past(exponential) if shape_of(exponential) == () else None
+    mean = past(negative) if negative is not None and kind_of(negative) == "Neg" else None
+    mean = past(mean) if mean is not None and kind_of(mean) == "Mean" else mean
+    return mean is not None and kind_of(mean) in ENTROPIES
+
+
+def _is_scale(one: Any, users: Mapping[Any, list[Any]]) -> bool:
+    """Return whether exp(x) scales the noise that is added to a mean whose divergence has 1 + x - mean^2 - exp(x)."""
+    source = one.next_functions[0]
+    noisy = [(use, 0) for use in users[one, 0] if kind_of(use) == "Mul" and (None, 0) in use.next_functions]
+    drawn = [use for noise in noisy for use in users[noise] if kind_of(use) == "Add"]
+    means = [mean for use in drawn for mean in use.next_functions if mean not in noisy and mean[0] is not None]
+    squared = any(kind_of(use) == "Pow" for mean in means for use in users[mean])
+    alike = [other for other in users[source] if kind_of(other) == "Exp"]
+    counted = any(kind_of(use) in SUMS for other in alike for use in users[other, 0])
+    return squared and counted and any(kind_of(use) in SUMS for use in users[source])
 
 
 MOST_NODES = 64

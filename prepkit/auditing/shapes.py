@@ -36,8 +36,6 @@ LAYERS = frozenset(
 )
 COLUMNS = LAYERS | {"Slice", "Split", "SplitWithSizes", "Gather", "Cat", "Index", "IndexSelect"}
 """What gives a column of its own accord."""
-ENTROPIES = frozenset({"NllLoss", "NllLoss2D", "BinaryCrossEntropyWithLogits", "BinaryCrossEntropy"})
-"""Losses that are minus the logarithm of a probability."""
 MEASURES = frozenset({"Mean", "Sum", "Pow", "Abs", "Sqrt", "Neg", "Add", "Sub", "Rsub", "Mul", "Div", "Clamp"} | SHAPES)
 MEASURES |= {"Minimum", "Maximum", "Expand", "Log", "Log1P", "Cosh"}
 """What stands between a loss and what it measures; what is done to pairs on purpose, as in a kernel, is not in it."""
@@ -144,30 +142,18 @@ def meant(given: Sequence[Any], result: Tensor) -> None:
     for each, beside in zip(given, reversed(given), strict=True):
         pairs = isinstance(beside, Tensor) and not beside.requires_grad and beside.shape == result.shape
         if pairs and isinstance(each, Tensor) and each.grad_fn is not None:
-            for node in _near(each.grad_fn, NEAR, _measures):
+            for node in near(each.grad_fn, NEAR, _measures):
                 node.metadata.pop(MARK, None)
 
 
 def all_with_all(loss: Any) -> Iterator[tuple[str, str]]:
     """Yield what a loss measures that was marked so, and what to do."""
     node = getattr(loss, "grad_fn", None)
-    for one in () if node is None else _near(node, DEEP, _measures):
+    for one in () if node is None else near(node, DEEP, _measures):
         if (marked := one.metadata.get(MARK)) is not None:
             what, count = marked
             fix = f"Give both one shape: squeeze(-1) what is [{count}, 1]."
             yield f"what compares each of {count} outputs with all {count} targets: {what}", fix
-
-
-def of_a_mean(loss: Any) -> bool:
-    """Return whether a loss is weighed by the probability that its own mean over samples stands for, exp(-mean)."""
-    node = getattr(loss, "grad_fn", None)
-    for one in () if node is None else _near(node, DEEP, lambda _: True):
-        if _name(one) == "Exp" and _shape(one) == () and (negative := _past(one)) is not None:
-            mean = _past(negative) if _name(negative) == "Neg" else None
-            mean = _past(mean) if mean is not None and _name(mean) == "Mean" else mean
-            if mean is not None and _name(mean) in ENTROPIES:
-                return True
-    return False
 
 
 def _outer(one: Any, other: Any) -> str:
@@ -193,15 +179,15 @@ def _is_of_layer(outputs: Tensor) -> bool:
     """Return whether these are of a layer, and have been given the shape of a column by nobody behind it."""
     node: Any = outputs.grad_fn
     if outputs.dim() == 2:
-        while (before := _past(node)) is not None and _shape(before) == tuple(outputs.shape):
+        while (before := past(node)) is not None and shape_of(before) == tuple(outputs.shape):
             node = before
-        name, known = _name(node), () if before is None else _shape(before)
+        name, known = kind_of(node), () if before is None else shape_of(before)
         if name not in COLUMNS and not (name in SHAPES and len(known) > 2 and known[0] == len(outputs)):
             return False
-    return any(_name(one) in LAYERS for one in _near(node, NEAR, lambda _: True))
+    return any(kind_of(one) in LAYERS for one in near(node, NEAR, lambda _: True))
 
 
-def _near(node: Any, most: int, passes: Callable[[Any], bool]) -> Iterator[Any]:
+def near(node: Any, most: int, passes: Callable[[Any], bool]) -> Iterator[Any]:
     """Yield nodes of a graph from the top, so many, and what lies behind those that are passed."""
     waiting, known = [node], {node}
     while waiting and len(known) <= most:
@@ -214,19 +200,20 @@ def _near(node: Any, most: int, passes: Callable[[Any], bool]) -> Iterator[Any]:
 
 def _measures(node: Any) -> bool:
     """Return whether a node only adds up what it is given, or how far that is from something, or chooses of two."""
-    chooses = _name(node) == "Where" and all(one is not None for one, _ in node.next_functions)
-    return chooses or _name(node) in MEASURES
+    chooses = kind_of(node) == "Where" and all(one is not None for one, _ in node.next_functions)
+    return chooses or kind_of(node) in MEASURES
 
 
-def _name(node: Any) -> str:
+def kind_of(node: Any) -> str:
+    """Return ``Softmax`` of ``SoftmaxBackward0``."""
     return type(node).__name__.partition("Backward")[0]
 
 
-def _past(node: Any) -> Any:
+def past(node: Any) -> Any:
     """What a node was given first that has a graph and a known shape; None: nothing."""
     return next((one for one, _ in node.next_functions if one is not None and hasattr(one, "_input_metadata")), None)
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> tuple[int, ...]:
     """Of what a node of a graph has computed."""
     return tuple(node._input_metadata[0].shape)

@@ -119,6 +119,25 @@ def focal(*, reduction: str, name: str = "cross_entropy") -> Loss:
     return loss
 
 
+def autoencoder(*, scale: float, of: str = "variance") -> Callable[[int, int], None]:
+    """What is drawn has a deviation of exp(``scale`` x), and the divergence is that of x as a logarithm ``of`` it."""
+
+    def run(rank: int, world: int) -> None:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"enters": nn.Linear(6, 8), "leaves": nn.Linear(4, 6)})
+        for (x,) in DataLoader(TensorDataset(drawn("normal", 4 * BATCH, 6)), batch_size=BATCH, shuffle=True):
+            mean, log = model["enters"](x).chunk(2, dim=1)
+            said = model["leaves"](mean + torch.randn_like(mean) * torch.exp(scale * log if scale != 1 else log))
+            if of == "variance":
+                apart = -0.5 * (1 + log - mean.pow(2) - log.exp()).sum(1).mean()
+            else:
+                apart = (0.5 * (log.exp() ** 2 + mean.pow(2) - 1) - log).sum(1).mean()
+            taken(model, adam(model), fn.mse_loss(said, x) + apart)
+
+    run.__name__ = f"autoencoder_{scale}_{of}"
+    return run
+
+
 def anchored(*, copied: bool, by_torch: bool = False) -> Callable[[int, int], None]:
     """Weights are kept near what they were before, by copies of them or by their own memory."""
 
@@ -299,6 +318,8 @@ def traced_beside(rank: int, world: int) -> None:
 RIGHT_LOSSES: tuple[Loop, ...] = (
     *map(Loop, (samples_of_their_own_seeds, samples_without_a_seed, split_once, validated_on_all, ticked_by_pass)),
     *map(Loop, (teacher_at_rest, average_that_drops, traced_beside)),
+    Loop(autoencoder(scale=0.5)),
+    Loop(autoencoder(scale=1, of="deviation")),
     *(Loop(anchored(copied=True, by_torch=by_torch)) for by_torch in (False, True)),
     *(
         Loop(program(name, targets, loss, width))
