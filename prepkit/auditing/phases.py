@@ -6,7 +6,7 @@ import ast
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -446,13 +446,24 @@ def elsewhere(before: Sequence[Line]) -> bool:
 
 def makes_optimizer_behind(*, again: bool = True) -> bool:
     """Return whether lines of the program make an optimizer that are still to come, or come ``again`` in a loop."""
+    return _comes(lambda one: any(map(_makes, _calls_in(one))), again=again)
+
+
+def changes_behind() -> bool:
+    """Return whether they set what gets gradients, or give an optimizer more to hold, be it in a loop around."""
+    return _comes(lambda one: any(map(_changes, ast.walk(one))), again=True)
+
+
+def _comes(does: Callable[[ast.AST], bool], *, again: bool) -> bool:
+    """Return whether a statement that does something, or calls a function that does, is still to come."""
     for frame in own_frames():
         code, tree = frame.f_code, parsed(frame.f_code.co_filename)
         end = max((line for _, _, line in code.co_lines() if line), default=0)
         begin = outermost(code, frame.f_lineno)[0] if again else frame.f_lineno
-        makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
-        calls = (one for one in nodes_of(tree, ast.Call) if begin <= one.lineno <= end)
-        if any(_makes(one) or name_of(one) in makers for one in calls if one.lineno != frame.f_lineno):
+        doers = {one.name for one in nodes_of(tree, ast.FunctionDef) if does(one)}
+        coming = [one for one in nodes_of(tree, ast.Call, ast.Assign) if begin <= one.lineno <= end]
+        coming = [one for one in coming if one.lineno != frame.f_lineno]
+        if any(does(one) or (isinstance(one, ast.Call) and name_of(one) in doers) for one in coming):
             return True
     return False
 
@@ -463,6 +474,13 @@ def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
 
 def _steps(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "step")
+
+
+def _changes(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return name_of(node) in ("requires_grad_", "add_param_group")
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in targets)
 
 
 def _makes(call: ast.Call) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from math import log
+from math import isclose, log
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
 from prepkit.facts.proof import LossShare
@@ -277,6 +278,18 @@ def loss_shares(records: tuple[Record, ...], reached: Sequence[frozenset[str]] =
         for record, kind in zip(records, kinds, strict=True)
         for at, of in enumerate(record.head.micros)
     )
+
+
+def counted(records: tuple[Record, ...]) -> tuple[Record, ...]:
+    """The records, with the counts of sums that the program divides by the elements of all ranks' together."""
+    every = [micro for one in records for micro in one.head.micros]
+    whole = sum(micro.summed or 0.0 for micro in every)
+    plain = all(micro.total and micro.summed and micro.tokens is micro.count is None for micro in every)
+    if not plain or not all(any(isclose(by, whole) for by in micro.divisors) for micro in every):
+        return records
+    heads = (one.head for one in records)
+    known = (evolve(one, micros=tuple(evolve(micro, count=micro.summed) for micro in one.micros)) for one in heads)
+    return tuple(evolve(one, head=head) for one, head in zip(records, known, strict=True))
 
 
 def _rows(record: Record, at: int) -> int:

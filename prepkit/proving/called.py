@@ -209,6 +209,8 @@ def micro_of(
         total=(each or factor.total or any(call.own_total for call in calls)) and tokens is None,
         tokens=tokens,
         count=float(loss.numel()) if each else factor.count or _own_count(factor, calls),
+        summed=factor.summed,
+        divisors=tuple(by for by, _ in factor.divisors),
         meant=(*factor.meant, *([float(world().size)] if any(call.asked.mixes for call in calls) else [])),
         added=added_up(factor.terms, calls),
         line=line,

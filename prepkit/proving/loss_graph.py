@@ -44,6 +44,8 @@ class Factor:
     """The node of each loss that it is the sum of, and by what it was multiplied before they were added."""
     divisors: tuple[tuple[float, int], ...] = ()
     """Numbers that it was divided by, each with the place in memory of the tensor that it was."""
+    summed: float | None = None
+    """How many elements a plain sum has added up, be some of them masked."""
 
 
 def seed_of(loss: Tensor, gradient: Any) -> float | None:
@@ -73,7 +75,7 @@ def factor_of(loss: Tensor, ends: Collection[int]) -> Factor:
             if last * len(terms) == 1 and last < 1:
                 meant.append(last)
             meant += dict.fromkeys(_squares(node, ends))
-            return Factor(value, _sums(node), _count(node), tuple(meant), terms, tuple(divisors))
+            return Factor(value, _sums(node), _count(node), tuple(meant), terms, tuple(divisors), _summed(node))
         value *= by
         if node.name().startswith("DivBackward") and (other := getattr(node, "_saved_other", None)) is not None:
             divisors.append((float(other), other.untyped_storage().data_ptr()))
@@ -144,6 +146,10 @@ def _count(node: Any) -> float | None:
     if name.startswith("NllLoss") and getattr(node, "_saved_reduction", 0):
         return float(node._saved_total_weight)
     return float(node._saved_self_sym_numel) if name == "MeanBackward0" else None
+
+
+def _summed(node: Any) -> float | None:
+    return float(prod(node._saved_self_sym_sizes)) if node.name() == "SumBackward0" else None
 
 
 def used_outside(loss: Tensor, ends: Collection[int]) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from prepkit.facts.proof import ProofFacts
 from prepkit.findings import Finding, Severity, errors
 from prepkit.findings.text import count
 from prepkit.plan.attestation import Attestation
+from prepkit.proving.apart import counted
 from prepkit.proving.draws import as_before
 from prepkit.proving.parts_of import CannotReplay
 from prepkit.proving.record_file import Record, read
@@ -109,7 +110,7 @@ def prove_record(
 ) -> Proof:
     """The same of records of all ranks, whose tensors may lie anywhere; the rest as in ``replay.Replay``."""
     begun = time.perf_counter()
-    window = Replay(model=model, records=records, limit=limit, hooked=hooked, late=late)
+    window = Replay(model=model, records=counted(records), limit=limit, hooked=hooked, late=late)
     try:
         with as_before():
             facts = replayed(window)

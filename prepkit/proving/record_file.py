@@ -125,6 +125,10 @@ class Micro:
     """Over how many tokens it is a mean, where the run weighs it by them."""
     count: float | None = None
     """Over how many elements it is a mean or a sum, as its graph says."""
+    summed: float | None = None
+    """How many elements a plain sum has added up, be some of them masked."""
+    divisors: tuple[float, ...] = ()
+    """Numbers that the program has divided it by."""
     meant: tuple[float, ...] = ()
     """Parts of the factor that may be the loss's own, and no number of the run."""
     given: bool = False

@@ -428,7 +428,40 @@ def trust_in_norms_of_parts_under_fsdp1(rank: int, world: int) -> Window:
     return Window(model, lambda: loop(model, optimizer))
 
 
+def _summed_by_hand(rank: int, model: nn.Module, *, by: str) -> Window:
+    """A plain sum of squares over ragged batches; ``by`` what it is divided."""
+    optimizer = adam(model)
+
+    def train() -> None:
+        for x, _ in micros(1):
+            part = x[: 2 + 3 * rank] if by == "all" else x
+            samples = torch.tensor(float(len(part)))
+            dist.all_reduce(whole := samples.clone())
+            each = model(part).square().mean(1)
+            (each.sum() / whole if by == "all" else 0.5 * each.sum() / len(part)).backward()
+            for param in model.parameters() if isinstance(model, Net) else ():
+                dist.all_reduce(param.grad)
+        optimizer.step()
+
+    return Window(model, train)
+
+
+def sums_divided_by_all_and_added_up(rank: int, world: int) -> Window:
+    return _summed_by_hand(rank, net(), by="all")
+
+
+def plain_sums_divided_by_all_under_ddp(rank: int, world: int) -> Window:
+    return _summed_by_hand(rank, DDP(net()), by="all")
+
+
+def half_of_sums_divided_by_their_own_under_ddp(rank: int, world: int) -> Window:
+    """Twice as many as a rank has, were it no half."""
+    return _summed_by_hand(rank, DDP(net()), by="own")
+
+
 RIGHT_BY_HAND = (
+    sums_divided_by_all_and_added_up,
+    half_of_sums_divided_by_their_own_under_ddp,
     matrices_orthogonalized_whole,
     signs_of_parts,
     signs_of_parts_with_noise,
@@ -468,6 +501,7 @@ ERRORS_BY_HAND: tuple[tuple[Any, ...], ...] = (
     (never_wrapped_and_clipped, "prove.not-averaged", "and no wrapper holds the model"),
     (sums_divided_by_the_samples_of_all_ranks_under_ddp, "prove.averaged-twice", "or twice by the accumulation (2)"),
     (sums_of_ragged_samples_divided_by_all_under_ddp, "prove.averaged-twice", "divided by the samples of all ranks"),
+    (plain_sums_divided_by_all_under_ddp, "prove.averaged-twice", "divided by the samples of all ranks"),
     (matrices_orthogonalized_by_parts, "prove.step-in-parts", "Orthogonalizing has stepped"),
     (matrices_orthogonalized_by_dtensor_parts, "prove.step-in-parts", "OrthogonalizingDTensors has stepped"),
     (trust_in_norms_of_parts_under_fsdp1, "prove.step-in-parts", "Trusting has stepped"),
