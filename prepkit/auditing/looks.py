@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import define, evolve, field
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from prepkit.auditing.coming import changes_behind, makes_optimizer_behind, trains_behind
 from prepkit.auditing.course import lets_go, stand
 from prepkit.auditing.outcome import Audit
-from prepkit.auditing.phases import elsewhere, makes_optimizer_behind, stands, trains_behind
+from prepkit.auditing.phases import elsewhere, stands
 from prepkit.auditing.running import joins
 from prepkit.auditing.watch import DriftWatch, stepping
 from prepkit.facts.phases import PhaseFacts
@@ -26,7 +27,7 @@ from prepkit.facts.run import RunFacts
 from prepkit.facts.window import WindowFacts
 from prepkit.findings import Finding, Severity
 from prepkit.objects.alive import alive_of
-from prepkit.observe.prepared.optimizers import inner
+from prepkit.observe.prepared.optimizers import as_rate, inner
 from prepkit.ranks.arrivals import Arrivals
 from prepkit.ranks.world import world
 from prepkit.rules import by_id, due
@@ -74,6 +75,19 @@ class ScriptEnded(Exception):
     """What was found before, where it had come to its first step."""
 
 
+@define(eq=False)
+class _Stand:
+    """Where a program stands, and what trains there."""
+
+    stands: tuple[Line, ...] = ()
+    trained: tuple[Any, ...] = ()
+    """Parameters, whether each gets gradients, and those that each group of an optimizer holds."""
+    rates: tuple[float | None, ...] = ()
+    """Of the groups."""
+    apart: bool = False
+    """Whether these are other ones on some rank."""
+
+
 @define(kw_only=True, eq=False)
 class ScriptLooks:
     """The audit of a first step, and what a watch finds before the steps behind it."""
@@ -89,8 +103,8 @@ class ScriptLooks:
     """Watches over trainings that have begun behind the first, by what they train."""
     _until: float = field(default=0.0, init=False)
     """How long it waits behind its last step for another training to begin; 0: it does not."""
-    _stands: tuple[Line, ...] = field(default=(), init=False)
-    """Where the program stood as it began to wait."""
+    _before: _Stand = field(factory=_Stand, init=False)
+    """How all stood as it began to wait, or has looked again."""
     _last: int = field(default=0, init=False)
     """The step of the first optimizer at which nothing more is waited for, where it trains again; 0: it does not."""
     _taken_over: bool = field(default=False, init=False)
@@ -198,20 +212,40 @@ class ScriptLooks:
             self._leaves()
 
     def _waits(self) -> bool:
-        """Whether lines behind this training begin another, which may come soon.
+        """Whether another training, or a change of what trains, may come soon. Collective where ranks are several.
 
-        One of the same optimizer is watched as long as the first was.
+        Where one has come, it is looked at as long as the first was.
         """
-        if not self._until and self.watched.every != NEVER:
-            alone = not self._behind and world().size == 1
-            goes_on = alone and (makes_optimizer_behind(again=False) or trains_behind())
-            self._until = time.monotonic() + WAITS_S if goes_on else 0.0
-            self.watched.every, self._stands = NEVER, stands()
-        elif self._until and not self._last and elsewhere(self._stands):
-            self.watched.every, self._last = 1, self.watched.steps + self.steps - 1
+        if not self._until:
+            if self.watched.every == NEVER or not any(world().gather(self._may_change())):
+                return False
+            self._until, self._before = time.monotonic() + WAITS_S, self._now()
+        self.watched.every, now = NEVER, self._now()
+        over = time.monotonic() >= self._until or bool(self._behind)
+        each = world().gather((over, now.trained != self._before.trained or elsewhere(self._before.stands), now.rates))
+        now.apart = len({rates for *_, rates in each}) > 1
+        if any(over for over, *_ in each):
+            return False
+        if any(changed for _, changed, _ in each) or now.apart > self._before.apart:
+            self.watched.every, self._last, self._before = 1, self.watched.steps + self.steps - 1, now
             self.watched.look()
-            return True
-        return time.monotonic() < self._until and not self._behind and not self._last
+        return True
+
+    def _may_change(self) -> bool:
+        behind = changes_behind()
+        if world().size > 1:
+            live = None if self.found is None else self.found.live
+            return behind or (live is not None and isinstance(inner(live.scheduler), ReduceLROnPlateau))
+        return not self._behind and (behind or makes_optimizer_behind(again=False) or trains_behind())
+
+    def _now(self) -> _Stand:
+        assert self.found is not None
+        assert self.found.live is not None
+        live = self.found.live
+        groups = [group for one in live.optimizers for group in inner(one).param_groups]
+        held = (tuple(map(id, group["params"])) for group in groups)
+        params = ((id(param), param.requires_grad) for param in live.model.parameters())
+        return _Stand(stands(), (*params, *held), tuple(as_rate(group.get("lr")) for group in groups))
 
     def _adds(self, findings: tuple[Finding, ...], when: str = "", scheduler: Any = None) -> None:
         assert self.found is not None

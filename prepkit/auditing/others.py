@@ -121,7 +121,13 @@ def is_placed(asking: Asking, first: list[Tensor], sizes: Collection[int]) -> bo
         return False
     after = asking.outputs(lambda one: one.roll(1, 0) if one.dim() and one.shape[0] == size else one)
     pairs = [(a, b) for a, b in zip(first, after or (), strict=False) if a.shape == b.shape and len(a.shape)]
-    return any(a.shape[0] == size and far(a.roll(1, 0), b) for a, b in pairs)
+    return any(a.shape[0] == size and far(a.roll(1, 0), b) and far(_moved(a, size), b) for a, b in pairs)
+
+
+def _moved(one: Tensor, size: int) -> Tensor:
+    """What is said of pairs of samples where all have changed places."""
+    dims = [dim for dim, length in enumerate(one.shape) if length == size]
+    return one.roll([1] * len(dims), dims)
 
 
 def _given(asking: Asking) -> list[Tensor]:

@@ -6,7 +6,7 @@ import ast
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from prepkit.auditing.coming import makes_optimizer_behind
 from prepkit.auditing.resumes import Resumes
 from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
 from prepkit.objects.alive import alive, alive_of
@@ -30,7 +31,6 @@ from prepkit.observe.prepared.around import (
     loops_have,
     name_of,
     nodes_of,
-    outermost,
     own_frames,
     parsed,
     texts_of_program,
@@ -419,21 +419,6 @@ def _is_of_program(kind: type) -> bool:
     return not is_foreign(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
 
 
-def trains_behind() -> bool:
-    """Return whether lines behind all loops that run now call a function that trains, be it the one that does now."""
-    running = set[str]()
-    for frame in own_frames():
-        code, tree = frame.f_code, parsed(frame.f_code.co_filename)
-        end = max((line for _, _, line in code.co_lines() if line), default=0)
-        _, begin = outermost(code, frame.f_lineno)
-        names = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_steps, _calls_in(one)))} | running
-        calls = (one for one in nodes_of(tree, ast.Call) if begin < one.lineno <= end)
-        if any(name_of(one) in names for one in calls):
-            return True
-        running.add(code.co_name)
-    return False
-
-
 def stands() -> tuple[Line, ...]:
     """Where the program stands now, the innermost line first."""
     return tuple(lines_of_program(frames_above(__file__)))
@@ -442,49 +427,3 @@ def stands() -> tuple[Line, ...]:
 def elsewhere(before: Sequence[Line]) -> bool:
     """Return whether it stands in no run of a loop that had that line too."""
     return not _in_one_run(before, stands())
-
-
-def makes_optimizer_behind(*, again: bool = True) -> bool:
-    """Return whether lines of the program make an optimizer that are still to come, or come ``again`` in a loop."""
-    return _comes(lambda one: any(map(_makes, _calls_in(one))), again=again)
-
-
-def changes_behind() -> bool:
-    """Return whether they set what gets gradients, or give an optimizer more to hold, be it in a loop around."""
-    return _comes(lambda one: any(map(_changes, ast.walk(one))), again=True)
-
-
-def _comes(does: Callable[[ast.AST], bool], *, again: bool) -> bool:
-    """Return whether a statement that does something, or calls a function that does, is still to come."""
-    for frame in own_frames():
-        code, tree = frame.f_code, parsed(frame.f_code.co_filename)
-        end = max((line for _, _, line in code.co_lines() if line), default=0)
-        begin = outermost(code, frame.f_lineno)[0] if again else frame.f_lineno
-        doers = {one.name for one in nodes_of(tree, ast.FunctionDef) if does(one)}
-        coming = [one for one in nodes_of(tree, ast.Call, ast.Assign) if begin <= one.lineno <= end]
-        coming = [one for one in coming if one.lineno != frame.f_lineno]
-        if any(does(one) or (isinstance(one, ast.Call) and name_of(one) in doers) for one in coming):
-            return True
-    return False
-
-
-def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
-
-
-def _steps(call: ast.Call) -> bool:
-    return isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "step")
-
-
-def _changes(node: ast.AST) -> bool:
-    if isinstance(node, ast.Call):
-        return name_of(node) in ("requires_grad_", "add_param_group")
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in targets)
-
-
-def _makes(call: ast.Call) -> bool:
-    """Return whether it makes an optimizer of torch's by its name, or gives one more to hold."""
-    kind = getattr(torch.optim, name_of(call), None)
-    optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    return optimizer or name_of(call) == "add_param_group"

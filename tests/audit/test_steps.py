@@ -710,6 +710,41 @@ def test_a_proof_that_finds_no_such_window_says_what_was_found_before(run: Audit
     assert "taken 4 steps, and no window that ends with step 9 or later was complete: give --steps 4" in out
 
 
+LATER = """import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+net[0].requires_grad_(not UNFREEZES)
+model = torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.AdamW(net[2].parameters() if UNFREEZES else net.parameters(), 0.01)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+sampler = DistributedSampler(data)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    if epoch == 1 and UNFREEZES:
+        net[0].requires_grad_(True)
+        optimizer.add_param_group({"params": net[0].parameters()})
+    for x, y in DataLoader(data, batch_size=2, sampler=sampler):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    scheduler.step(1.0 - 0.1 * epoch * RANK)
+"""
+
+
+@pytest.mark.parametrize("unfreezes", [False, True])
+def test_what_changes_behind_the_last_look_is_looked_at_on_all_ranks(run: Auditor, unfreezes: bool) -> None:
+    text = LATER.replace("UNFREEZES", str(unfreezes)).replace("RANK", "0" if unfreezes else "dist.get_rank()")
+    code, out, err = run(text, "--steps", "3", "train.py", world=2)
+    rule = "run.unfrozen" if unfreezes else "run.ranks-optimizers"
+    assert (code, f"error {rule} at" in out, "In step 9" in out) == (1, True, unfreezes), err
+    fine = text.replace("RANK", "0").replace("dist.get_rank()", "0").replace("epoch == 1", "False")
+    code, out, err = run(fine, "--steps", "3", "train.py", world=2)
+    assert (code, "error" in out) == (0, False), err
+
+
 ALONE_LATER = """import contextlib, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 torch.manual_seed(0)

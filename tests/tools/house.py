@@ -182,8 +182,8 @@ def counts() -> tuple[Count, ...]:
     texts = golden()
     members = [name for name in dir(Prepared) if not name.startswith("_")]
     return (
-        Count(what="files of the package", now=len(lines), before=526, ceiling=514),
-        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=104_000),
+        Count(what="files of the package", now=len(lines), before=526, ceiling=515),
+        Count(what="lines of the package", now=sum(lines), before=58_804, ceiling=105_000),
         Count(what="functions", now=functions, before=3_650),
         Count(what="lines of the longest file", now=max(lines), before=513),
         Count(

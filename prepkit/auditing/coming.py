@@ -1,0 +1,88 @@
+"""What lines of a program are still to come behind a step: trainings, optimizers, and what changes both."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import torch
+
+from prepkit.observe.prepared.around import innermost, name_of, nodes_of, outermost, own_frames, parsed
+
+
+def trains_behind() -> bool:
+    """Return whether lines behind all loops that run now call a function that trains, be it the one that does now."""
+    running = set[str]()
+    for frame in own_frames():
+        code, tree = frame.f_code, parsed(frame.f_code.co_filename)
+        end = max((line for _, _, line in code.co_lines() if line), default=0)
+        _, begin = outermost(code, frame.f_lineno)
+        names = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_steps, _calls_in(one)))} | running
+        calls = (one for one in nodes_of(tree, ast.Call) if begin < one.lineno <= end)
+        if any(name_of(one) in names for one in calls):
+            return True
+        running.add(code.co_name)
+    return False
+
+
+def makes_optimizer_behind(*, again: bool = True) -> bool:
+    """Return whether lines of the program make an optimizer that are still to come, or come ``again`` in a loop."""
+    for frame in own_frames():
+        code = frame.f_code
+        begin = outermost(code, frame.f_lineno)[0] if again else frame.f_lineno
+        if any(_doing(frame, begin, lambda one: any(map(_makes, _calls_in(one))))):
+            return True
+    return False
+
+
+def changes_behind() -> bool:
+    """Return whether lines around this step, or behind it, set what gets gradients, or give an optimizer more to hold.
+
+    Those that each run of the innermost loop comes to have done so.
+    """
+    done = (0, 0)
+    for frame in own_frames():
+        begin, _ = outermost(frame.f_code, frame.f_lineno)
+        coming = [*_doing(frame, begin, lambda one: any(map(_changes, ast.walk(one))))]
+        done = done if any(done) else innermost(frame.f_code, frame.f_lineno)
+        branches = [
+            one for one in nodes_of(parsed(frame.f_code.co_filename), ast.If) if done[0] < one.lineno <= done[1]
+        ]
+        chosen = {id(each) for one in branches for each in ast.walk(one)}
+        if any(id(one) in chosen or not done[0] <= one.lineno <= done[1] for one in coming):
+            return True
+    return False
+
+
+def _doing(frame: FrameType, begin: int, does: Callable[[ast.AST], bool]) -> Iterator[ast.Call | ast.Assign]:
+    """Yield what does something in a function from a line on, or calls a function that does."""
+    code, tree = frame.f_code, parsed(frame.f_code.co_filename)
+    end = max((line for _, _, line in code.co_lines() if line), default=0)
+    doers = {one.name for one in nodes_of(tree, ast.FunctionDef) if does(one)}
+    for one in nodes_of(tree, ast.Call, ast.Assign):
+        called = isinstance(one, ast.Call) and name_of(one) in doers
+        if begin <= one.lineno <= end and one.lineno != frame.f_lineno and (called or does(one)):
+            yield one
+
+
+def _calls_in(node: ast.AST) -> Iterator[ast.Call]:
+    return (one for one in ast.walk(node) if isinstance(one, ast.Call))
+
+
+def _steps(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in ("backward", "step")
+
+
+def _changes(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return name_of(node) in ("requires_grad_", "add_param_group")
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in targets)
+
+
+def _makes(call: ast.Call) -> bool:
+    """Return whether it makes an optimizer of torch's by its name, or gives one more to hold."""
+    kind = getattr(torch.optim, name_of(call), None)
+    optimizer = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    return optimizer or name_of(call) == "add_param_group"
