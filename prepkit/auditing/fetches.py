@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset, get_worker_info
+from torch.utils.data._utils.collate import default_collate
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from prepkit.auditing.in_order import mispaired
 from prepkit.facts.inputs import LostSetting, Rewritten, WrappedAround
 from prepkit.loading.draws import RandomState
 from prepkit.observe.prepared.around import (
@@ -86,6 +88,7 @@ class Fetches:
 
     rewritten: dict[str, Rewritten] = field(factory=dict)
     wrapped: dict[str, WrappedAround] = field(factory=dict)
+    mispaired: dict[tuple[str, str, str], None] = field(factory=dict)
     _read: dict[int, int] = field(factory=dict)
     """By ``id`` of a data set how often it was looked at."""
 
@@ -103,7 +106,7 @@ class Fetches:
         self._read[id(fetcher.dataset)] = count + 1
         places = [one for one in (wanted if isinstance(wanted, list) else [wanted]) if isinstance(one, int)]
         pieces = _pieces(fetcher.dataset, places)
-        with _Wraps(self.wrapped):
+        with _Wraps(self.wrapped), self._collates(fetcher):
             batch = plain(fetcher, wanted)
         before = Counter(one.holder for one in pieces)
         filled = Counter(one.holder for one in _pieces(fetcher.dataset, places)) - before
@@ -113,6 +116,24 @@ class Fetches:
             for one in _again(plain, fetcher, few, places[:MOST], changed):
                 self.rewritten.setdefault(one.holder, one)
         return batch
+
+    @contextmanager
+    def _collates(self, fetcher: Any) -> Iterator[None]:
+        """Inside, it hears what a fetcher makes a batch of."""
+        collate = fetcher.collate_fn
+
+        def hears(samples: Any) -> Any:
+            given = copy.copy(samples) if isinstance(samples, list) else []
+            batch = collate(samples)
+            if collate is not default_collate and (fields := mispaired(given, batch)):
+                self.mispaired[(getattr(collate, "__qualname__", type(collate).__qualname__), *fields)] = None
+            return batch
+
+        fetcher.collate_fn = hears
+        try:
+            yield
+        finally:
+            fetcher.collate_fn = collate
 
 
 # --- what a data set holds ---

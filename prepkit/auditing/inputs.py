@@ -149,6 +149,7 @@ class InputCalls:
             alike=tuple(self._alike),
             rewritten=tuple(self._fetches.rewritten.values()),
             wrapped=tuple(self._fetches.wrapped.values()),
+            mispaired=tuple(self._fetches.mispaired),
             lost=tuple(self._shared.lost),
         )
 

@@ -67,6 +67,8 @@ class InputFacts:
     """Lines that draw in [0, 1) what is multiplied by a standard deviation and added to a mean."""
     rewritten: tuple[Rewritten, ...] = ()
     wrapped: tuple[WrappedAround, ...] = ()
+    mispaired: tuple[tuple[str, str, str], ...] = ()
+    """Functions that make a batch, a field of samples that they have put into another order, and one that they left."""
     lost: tuple[LostSetting, ...] = ()
     noises: tuple[tuple[str, str], ...] = ()
     """Lines that draw noise which a model is to say, and is not given; and lines that draw what it is given."""

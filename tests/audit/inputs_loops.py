@@ -384,6 +384,34 @@ def reads(held: Callable[[], Any], reading: Reading, *, part: bool = False) -> C
     return run
 
 
+def collated(how: str, *, named: bool = False) -> Callable[[], None]:
+    """Sequences that are sorted by their lengths; ``how``: with their labels, apart from them, or and put back."""
+
+    def pads(samples: list[Any]) -> tuple[Tensor, ...]:
+        pairs = [(one["x"], one["y"]) for one in samples] if named else samples
+        if how == "together":
+            pairs = sorted(pairs, key=lambda one: len(one[0]), reverse=True)
+        rows, labels = [x for x, _ in pairs], torch.tensor([y for _, y in pairs])
+        order = torch.tensor(sorted(range(len(rows)), key=lambda at: -len(rows[at])))
+        rows = rows if how in ("not", "mixed") else [rows[at] for at in order]
+        said = labels[torch.randperm(len(labels))] if how == "mixed" else labels
+        return (nn.utils.rnn.pad_sequence(rows, batch_first=True), labels, order if how == "back" else said)
+
+    def run() -> None:
+        torch.manual_seed(0)
+        held = [(torch.randn(int(size), 6), int(size) % 3) for size in torch.randint(3, 9, (64,))]
+        data: Any = [{"x": x, "y": y} for x, y in held] if named else held
+        model = nn.Linear(6, 3)
+        optimizer = adam(model)
+        for x, y, other in DataLoader(data, 16, shuffle=True, collate_fn=pads):
+            said = model(x.mean(1))
+            said = said[other.argsort()] if how == "back" else said
+            loss = fn.cross_entropy(said, y)
+            taken(model, optimizer, loss + fn.cross_entropy(said, other) if how == "mixed" else loss)
+
+    return run
+
+
 def some_rows() -> Tensor:
     return torch.randn(64, 2, 8)
 
@@ -697,6 +725,8 @@ WRONG_INPUTS: tuple[Loop, ...] = (
     wrong("run.samples-rewritten", "masked_in_a_cache_of_a_part", reads(some_rows, masks_what_is_cached, part=True)),
     wrong("run.samples-rewritten", "ids_masked_in_place", reads(some_ids, masks_ids)),
     wrong("run.rows-alike", "one_state_in_a_buffer", given(one_state)),
+    wrong("run.fields-mispaired", "sorted_without_labels", collated("apart")),
+    wrong("run.fields-mispaired", "sorted_without_labels_by_key", collated("apart", named=True)),
     wrong("run.integers-wrapped", "sounds_too_loud", reads(sounds, louder)),
     wrong("run.integers-wrapped", "pictures_too_bright", reads(pictures, brighter)),
     wrong("run.transform-shared", "transforms_of_one", in_parts("")),
@@ -709,6 +739,10 @@ WRONG_INPUTS: tuple[Loop, ...] = (
 )
 RIGHT_INPUTS: tuple[Loop, ...] = (
     right("items_without_pads", rated(pads=None)),
+    right("sorted_with_labels", collated("together")),
+    right("sorted_and_back", collated("back")),
+    right("labels_mixed_by_lot", collated("mixed")),
+    right("not_sorted", collated("not")),
     right("items_from_one", rated(least=1)),
     right("unknown_items_of_several_columns", rated(columns=True)),
     right("visits_from_one", visited(least=1)),

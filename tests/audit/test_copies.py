@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from prepkit.auditing import looks
 from tests.audit.test_steps import STEPS, Train, batches, found, layers
 
 Keep = Callable[[int], float]
@@ -143,7 +144,8 @@ def tied(how: str, optimizer: Any = torch.optim.Adam) -> Train:
 @pytest.mark.parametrize(
     "train", [averaged(swapped), averaged_anew(0.01), averaged_by_torch(0.001)], ids=["in place", "anew", "torch"]
 )
-def test_an_average_that_follows_at_once_is_told_behind_some_steps(train: Train) -> None:
+def test_an_average_that_follows_at_once_is_told_behind_some_steps(train: Train, monkeypatch: Any) -> None:
+    monkeypatch.setattr(looks, "WAITS_S", 0.0)
     assert found(train, 4) == (4, [])
     assert found(train) == (STEPS, ["run.average-follows"])
 

@@ -502,6 +502,7 @@ BROKEN: dict[str, RunFacts] = {
         lost=(LostSetting(line="train.py:9", name="transform", kind="Shapes", other="train.py:10"),)
     ),
     "run.samples-rewritten": handed(rewritten=(Rewritten(line="train.py:9", holder="Noisy.x"),)),
+    "run.fields-mispaired": handed(mispaired=(("pads", "0", "1"),)),
     "run.rows-alike": handed(alike=(("train.py:9", "Net", 64),)),
     "run.integers-wrapped": handed(wrapped=(WrappedAround(line="train.py:9", dtype="int16", past=37, numbers=400),)),
     "run.reseeded-steps": computed(

@@ -56,6 +56,12 @@ def _wrapped(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line, f"{what} and wrap around: what was large and bright is small and dark.")
 
 
+def _mispaired(facts: RunFacts) -> Iterator[Hit]:
+    for function, moved, left in _given(facts).mispaired:
+        what = f"It puts samples into another order by their field {moved}, and leaves field {left} in the first one:"
+        yield Hit(f"collate_fn {function}", f"{what} what belonged together no longer does.")
+
+
 def _alike(facts: RunFacts) -> Iterator[Hit]:
     for line, model, samples in _given(facts).alike:
         what = f"All {samples} samples that {model} is given here are one and the same"
@@ -140,6 +146,15 @@ RULES: tuple[Rule, ...] = (
         fix="Make it floating first: self.wav[i].float() * gain.",
         severity=Severity.WARNING,
         source=("torch.Tensor.float",),
+    ),
+    Rule(
+        id="run.fields-mispaired",
+        summary="A batch has all fields of its samples in one order.",
+        check=_mispaired,
+        at=(Moment.AUDIT,),
+        fix="Sort the samples, and no field of them: batch.sort(key=lambda one: len(one[0]), reverse=True).",
+        severity=Severity.WARNING,
+        source=("torch.utils.data.DataLoader",),
     ),
     Rule(
         id="run.rows-alike",
