@@ -76,6 +76,39 @@ class ScriptEnded(Exception):
 
 
 @define(eq=False)
+class Reading:
+    """A pass of a loader that is being read."""
+
+    of: Callable[[], Any] = lambda: None  # the default of a field
+    yielded: int = 0
+
+    @classmethod
+    def now(cls) -> Reading:
+        """One that has given batches, the one that has most of them left."""
+        alive = [one for one in alive_of(lambda kind: issubclass(kind, _BaseDataLoaderIter)) if one._num_yielded]
+        one = max((one for one in alive if _left(one) >= 0), key=_left, default=None)
+        return cls() if one is None else cls(weakref.ref(one), one._num_yielded)
+
+    def is_over(self) -> bool:
+        """Whether there was one, and it has come to its end or begun anew."""
+        one = self.of()
+        return bool(self.yielded) and (one is None or one._num_yielded < self.yielded or _left(one) == 0)
+
+    def ends_within(self, seconds: float, since: float) -> bool:
+        """Whether it is likely to, where it was read for so long."""
+        one = self.of()
+        return one is not None and since / self.yielded * max(0, _left(one)) < seconds
+
+
+def _left(reading: Any) -> int:
+    """Batches that a loader has still to give; -1: nobody knows."""
+    try:
+        return max(0, len(reading) - int(reading._num_yielded))
+    except TypeError:  # of a stream
+        return -1
+
+
+@define(eq=False)
 class _Stand:
     """Where a program stands, and what trains there."""
 
@@ -86,6 +119,7 @@ class _Stand:
     """Of the groups."""
     apart: bool = False
     """Whether these are other ones on some rank."""
+    reading: Reading = field(factory=Reading)
 
 
 @define(kw_only=True, eq=False)
@@ -101,6 +135,8 @@ class ScriptLooks:
     watched: DriftWatch = field(init=False)
     _behind: dict[str, DriftWatch] = field(factory=dict, init=False)
     """Watches over trainings that have begun behind the first, by what they train."""
+    _began: float = field(default=0.0, init=False)
+    """When it looked first."""
     _until: float = field(default=0.0, init=False)
     """How long it waits behind its last step for another training to begin; 0: it does not."""
     _before: _Stand = field(factory=_Stand, init=False)
@@ -132,7 +168,7 @@ class ScriptLooks:
 
     def first(self, found: Audit) -> None:
         """Takes the audit, and watches on where ranks can be asked together."""
-        self.found, live = found, found.live
+        self.found, live, self._began = found, found.live, time.monotonic()
         apart = live is None or joins(live.model) or not (live.asks_ranks or world().size == 1)
         if self.steps == 1 or live is None or apart:
             self._leaves()
@@ -220,9 +256,13 @@ class ScriptLooks:
             if self.watched.every == NEVER or not any(world().gather(self._may_change())):
                 return False
             self._until, self._before = time.monotonic() + WAITS_S, self._now()
+            self._before.reading = Reading.now()
         self.watched.every, now = NEVER, self._now()
         over = time.monotonic() >= self._until or bool(self._behind)
-        each = world().gather((over, now.trained != self._before.trained or elsewhere(self._before.stands), now.rates))
+        changed = (
+            now.trained != self._before.trained or elsewhere(self._before.stands) or self._before.reading.is_over()
+        )
+        each = world().gather((over, changed, now.rates))
         now.apart = len({rates for *_, rates in each}) > 1
         if any(over for over, *_ in each):
             return False
@@ -232,7 +272,7 @@ class ScriptLooks:
         return True
 
     def _may_change(self) -> bool:
-        behind = changes_behind()
+        behind = changes_behind() or Reading.now().ends_within(WAITS_S, time.monotonic() - self._began)
         if world().size > 1:
             live = None if self.found is None else self.found.live
             return behind or (live is not None and isinstance(inner(live.scheduler), ReduceLROnPlateau))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as fn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, SequentialLR
+from torch.utils.data import DataLoader
 
 from prepkit.auditing import looks
 from prepkit.auditing.script import audit_run
@@ -180,6 +182,42 @@ def test_a_second_training_by_the_same_optimizer_is_looked_at() -> None:
     assert set(said(one_optimizer_twice(between="a new head"), 3)) == {"run.orphans", "run.state-lost"}
     for fine in ("nothing", "held"):
         assert said(one_optimizer_twice(between=fine), 3) == []
+
+
+def passes(*, fixed: bool) -> Train:
+    """An average is put into the model behind a pass, and stays there."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model, data = net(), [(torch.randn(WIDTH), at % 3) for at in range(48)]
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        average = copy.deepcopy(model).requires_grad_(requires_grad=False)
+        for _ in range(3):
+            model.train()
+            for x, y in DataLoader(data, 6, shuffle=True):  # type: ignore[arg-type]  # a list is a data set too
+                optimizer.zero_grad()
+                fn.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                with torch.no_grad():
+                    for kept, param in zip(average.parameters(), model.parameters(), strict=True):
+                        kept.lerp_(param, 0.1)
+            trained = copy.deepcopy(model.state_dict())
+            model.load_state_dict(average.state_dict())
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(6, WIDTH))
+            if fixed:
+                model.load_state_dict(trained)
+
+    return train
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_the_first_step_behind_a_short_pass_is_looked_at(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert said(passes(fixed=False), steps) == ["run.average-stays"]
+    assert said(passes(fixed=True), steps) == []
+    monkeypatch.setattr(looks, "WAITS_S", 0.0)
+    assert said(passes(fixed=False), steps) == []
 
 
 def backbone(model: nn.Module) -> list[nn.Parameter]:
