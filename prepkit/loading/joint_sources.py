@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from attrs import define, frozen
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from prepkit.court import refused
 from prepkit.loading.rounds import Tail, length, rounds
@@ -126,13 +128,18 @@ class DispatchedSource:
 
     def _all_parts(self, epoch: int, consumed: int) -> Iterator[tuple[BatchRead, ...]]:
         batches = ([read] for read in self.inner.reads(epoch, consumed))
+        first: BatchRead | None = None
         for shares in rounds(batches, self.parts, self.tail, size=None):
+            first = first or shares[0].items[0]
             at = max(share.items[0].consumed for share in shares)
+            each = [share.items[0]._replace(counted=None if share.counted else 0) for share in shares]
+            if shares[0].last and self.tail in ("repeat", "fill"):
+                each = _cut_evenly([share.items[0] for share in shares if share.counted], first, self.parts) or each
             yield tuple(
-                share.items[0]._replace(
-                    counted=share.items[0].counted if share.counted else 0, consumed=at, last=share.last
+                read._replace(
+                    counted=of.items[0].counted if read.counted is None else read.counted, consumed=at, last=of.last
                 )
-                for share in shares
+                for read, of in zip(each, shares, strict=True)
             )
 
     def length(self) -> int:
@@ -148,6 +155,34 @@ class DispatchedSource:
 
     def restore(self, state: Any) -> None:
         """There is nothing to restore."""
+
+
+def _cut_evenly(reads: list[BatchRead], first: BatchRead, parts: int) -> list[BatchRead]:
+    """The samples of a last round in equal parts, filled up from the first ones, so that few are read again.
+
+    Nothing where each part has a whole batch, or these are no tensors of so many samples, which nobody can cut.
+    """
+    sizes = [read.size or 0 for read in reads]
+    if len(sizes) == parts and len(set(sizes)) == 1:
+        return []
+    leaves, specs = zip(*(pytree.tree_flatten(read.batch) for read in (*reads, first)), strict=True)
+    rows = [{len(one) if isinstance(one, Tensor) and one.dim() else 0 for one in each} for each in leaves]
+    if any(spec != specs[0] for spec in specs) or rows != [{size} for size in (*sizes, first.size or 0)]:
+        return []
+    each = -(-sum(sizes) // parts)
+    again = -(-(each * parts - sum(sizes)) // max(1, first.size or 0))
+    try:
+        whole = [torch.cat([*of[:-1], *[of[-1]] * again]) for of in zip(*leaves, strict=True)]
+    except RuntimeError:  # of other shapes, such as texts that are padded by the batch
+        return []
+    return [
+        BatchRead(
+            batch=pytree.tree_unflatten([one[at : at + each] for one in whole], specs[0]),
+            size=each,
+            counted=min(each, max(0, sum(sizes) - at)),
+        )
+        for at in range(0, each * parts, each)
+    ]
 
 
 BatchSource = IndexedSource | StreamSource | ShardsSource | DispatchedSource

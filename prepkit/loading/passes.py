@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
@@ -53,6 +53,12 @@ class Passes:
         """Loaders that were prepared at another time count from here on as well."""
         self.loaders += loaders
         self._watch(loaders)
+
+    def hear(self, loaders: Iterable[Loader], instead_of: Passes) -> None:
+        """Batches of these are in use here too, and no longer there; nothing else of them counts."""
+        for loader in loaders:
+            loader.watchers[:] = [one for one in loader.watchers if one != instead_of._changed]
+            loader.watchers.append(self._changed)
 
     def _watch(self, loaders: tuple[Any, ...]) -> None:
         made = prepared(loaders)
@@ -137,7 +143,7 @@ class Passes:
             self.under_way = [other for other in self.under_way if other is not loader]
         elif loader not in self.under_way:
             self.under_way.append(loader)
-        if not loader.evaluation:
+        if not loader.evaluation and loader in self.loaders:
             at_end = False
             for one in self.under_way:
                 at_end = at_end or one.at_window_end

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from accelerate import DataLoaderConfiguration
 from accelerate.state import AcceleratorState
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support.gang import Gang
 
@@ -118,7 +122,68 @@ def loaders_tell(kind: Any) -> list[Any]:
     return [*seen, *((name, getattr(accelerator, name)) for name in names)]
 
 
-SCRIPTS = (two_loaders, several_of_one_batch, three_of_a_window, closures, loaders_tell)
+class Stream(IterableDataset[torch.Tensor]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(26.0).reshape(13, 2)
+
+
+def read(loader: Any) -> list[Any]:
+    return [batch.clone() for _ in range(2) for batch in loader]
+
+
+def ends_of_dispatched_passes(kind: Any) -> list[Any]:
+    """Streams, which are dispatched unless somebody says otherwise; a last round of one batch, and of two."""
+    seen = []
+    for asked in ({}, {"split_batches": True}, {"split_batches": True, "dispatch_batches": True}):
+        accelerator = kind(cpu=True, dataloader_config=DataLoaderConfiguration(**asked))
+        seen += read(accelerator.prepare(DataLoader(Stream(), batch_size=4)))
+        accelerator.free_memory()
+    for rows in (11, 13, 14):
+        accelerator = kind(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+        seen += read(accelerator.prepare(data(rows, 4)))
+        accelerator.free_memory()
+    return seen
+
+
+def orders_by_a_seed_that_nobody_gives(kind: Any) -> list[Any]:
+    accelerator = kind(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    torch.manual_seed(21)
+    seen = read(accelerator.prepare(data(12, 2, shuffle=True)))
+    accelerator.free_memory()
+    return seen
+
+
+def a_loader_of_all_folds(kind: Any) -> list[Any]:
+    """Prepared once, and read behind each ``free_memory``: what is gathered is cut to its samples all the same."""
+    accelerator, seen = kind(cpu=True, rng_types=["generator"]), list[Any]()
+    held_out = accelerator.prepare(data(7, 2))
+    for _ in range(3):
+        trained(accelerator, lambda one: one[0], data(8, 2))
+        seen += [accelerator.gather_for_metrics(batch).clone() for batch in held_out]
+        seen.append((len(accelerator._models), len(accelerator._dataloaders)))
+        accelerator.free_memory()
+    return [*seen, accelerator.reduce(torch.ones(2), "mean", scale=3.0), len(accelerator._models)]
+
+
+def files_of_a_size(kind: Any) -> list[Any]:
+    accelerator, seen = kind(cpu=True), list[Any]()
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+    KEPT.append(model)
+    for asked in ({"max_shard_size": 300}, {"safe_serialization": False}):
+        with TemporaryDirectory() as own:
+            (folder,) = accelerate.utils.broadcast_object_list([own])
+            accelerator.save_model(model, folder, **asked)
+            accelerator.wait_for_everyone()
+            seen.append(sorted(one.name for one in Path(folder).iterdir()))
+            accelerator.wait_for_everyone()
+    accelerator.free_memory()
+    return seen
+
+
+SCRIPTS = (two_loaders, several_of_one_batch, three_of_a_window, closures, loaders_tell, ends_of_dispatched_passes)
+SCRIPTS += (orders_by_a_seed_that_nobody_gives, a_loader_of_all_folds, files_of_a_size)
 
 
 def under(library: str) -> list[Any]:

@@ -22,7 +22,7 @@ from prepkit.compat.accelerate.arguments import config_of, loaders_of, says_load
 from prepkit.compat.accelerate.loop import AcceleratedLoop, GradientState, averaged_in_backward
 from prepkit.compat.accelerate.not_offered import OTHERWISE, NotOffered, no_options, refuse_arguments
 from prepkit.compat.accelerate.preparation import Preparation
-from prepkit.compat.accelerate.saved_state import SavedState
+from prepkit.compat.accelerate.saved_state import SavedState, write_weights
 from prepkit.compat.accelerate.state import State
 from prepkit.config import ClipNorm, ClipValue, Config, ShardLoaders
 from prepkit.objects.unwrap import unwrap
@@ -39,6 +39,7 @@ _ASKED: dict[str, Any] = {
 _ASKED |= dict.fromkeys(("use_seedable_sampler", "non_blocking", "use_stateful_dataloader"), False)
 _ASKED |= {"rng_types": ["generator"]}
 """What was asked of loaders, under the names that accelerate's ``Accelerator`` has for it; where it was not asked."""
+_MADE = {"_models": "model", "_optimizers": "optimizer", "_schedulers": "scheduler", "_dataloaders": "loader"}
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -125,6 +126,8 @@ class Accelerator:
             return getattr(self.state, name)
         if name in _ASKED and "dataloader_config" in vars(self):
             return getattr(self.dataloader_config, name, self._arguments.get(name, _ASKED[name]))
+        if name in _MADE and "_prepared" in vars(self):
+            return self._prepared.made[_MADE[name]]
         if name in OTHERWISE:
             raise NotOffered(f"accelerator.{name}", OTHERWISE[name])
         raise AttributeError(str(NotOffered(f"accelerator.{name}", "use prepkit's own calls")))
@@ -155,7 +158,7 @@ class Accelerator:
         return self._added(self.config, objects)
 
     def _added(self, config: Config, objects: tuple[Any, ...]) -> Any:
-        outcome = self._prepared.add(config, objects)
+        outcome = self._prepared.add(loaders.by_loader(config, objects, self.dataloader_config), objects)
         return outcome[0] if len(outcome) == 1 else outcome
 
     def _prepare_one(self, given: Any, **options: Any) -> Any:
@@ -353,10 +356,12 @@ class Accelerator:
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
     ) -> None:
-        """``ready.export``: the whole model as safetensors, in files of its own size. Collective."""
-        del max_shard_size
-        no_options("save_model", {} if safe_serialization else {"safe_serialization": False})
-        (self._prepared.of(model) or self.ready).export(str(save_directory))
+        """``ready.export``, or in files of another size or kind as accelerate makes them. Collective."""
+        ready = self._prepared.of(model) or self.ready
+        if safe_serialization and max_shard_size == "10GB":
+            ready.export(str(save_directory))
+        elif (weights := whole_weights(ready, model)) and self.state.is_main_process:
+            write_weights(weights, save_directory, max_shard_size, safe=safe_serialization)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
         """All weights, whole, under the author's names, whatever ``unwrap`` says (``whole_weights``). Collective."""
@@ -401,8 +406,6 @@ class Accelerator:
         """A tracker by its name; off the main process one that does nothing."""
         return self._tracked.named(name, unwrap=unwrap, main=self.state.is_main_process)
 
-    # --- the end ---
-
     def end_training(self) -> None:
         """``ready.close``; ends the trackers and the process group."""
         self._tracked.finish()
@@ -415,7 +418,7 @@ class Accelerator:
         for ready in self._prepared.all_ready:
             ready.close(keep_group=True)
             self._let_go.add(ready.unwrap())
-        self._prepared = Preparation(self._ticks, let_go=self._let_go)
+        self._prepared = self._prepared.anew(self._ticks, self._let_go)
         return [None for _ in objects]
 
     clear = free_memory

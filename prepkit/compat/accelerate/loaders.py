@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from attrs import evolve
-from torch.utils.data import BatchSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from prepkit.api import apply, build_plan
 from prepkit.compat.accelerate import group
 from prepkit.compat.accelerate.arguments import launched_config
 from prepkit.compat.accelerate.not_offered import BEFORE, NotOffered
 from prepkit.compat.accelerate.operations import synchronize_rng_states
-from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, Intent, Mesh, ShardLoaders, Single
+from prepkit.config import DDP, FSDP1, FSDP2, Config, DeepSpeed, EachLoader, Intent, Mesh, ShardLoaders, Single
 from prepkit.loading.joint_sources import DispatchedSource
 from prepkit.loading.loader import Loader
 from prepkit.loading.sources import IndexedSource
 from prepkit.ranks import launcher
+from prepkit.ranks.world import world
 from prepkit.resolve.deepspeed.data import tensor_parallel
 from prepkit.resolve.engines import engine_of, traits
+from prepkit.resolve.loaders import choice
 from prepkit.training.prepared import Prepared
 
 _BY_RANK = Single | DDP | FSDP1 | FSDP2 | DeepSpeed
@@ -44,8 +47,8 @@ def prepared_alone(config: Config, loaders: list[Any]) -> Prepared:
     with torch.random.fork_rng(devices=[]):  # what the script draws next is what it would have drawn
         nobody = torch.nn.Linear(1, 1)
     ready = apply(build_plan(evolve(alone, intent=Intent.INFERENCE), nobody, loaders=loaders), loaders=loaders)
-    how = config.loaders
-    for loader in ready.loaders:  # a plan that trains nothing has no windows; the model that comes may
+    for index, loader in enumerate(ready.loaders):  # a plan that trains nothing has no windows; the model may
+        how = choice(config, index)
         loader.ends_window = isinstance(how, ShardLoaders) and how.ends_window and how.purpose == "training"
     as_accelerate(ready.loaders)
     return ready
@@ -56,10 +59,10 @@ def share_generators(config: Config, loaders: Iterable[Any]) -> None:
 
     So does accelerate, at the same place among the numbers that a script draws.
     """
-    how = config.loaders
-    if group.is_alone() or not isinstance(how, ShardLoaders) or how.draws == "seed" or how.dispatch:
-        return
-    for loader in loaders:
+    for index, loader in enumerate(() if group.is_alone() else loaders):
+        how = choice(config, index)
+        if not isinstance(how, ShardLoaders) or how.draws == "seed" or how.dispatch:
+            continue
         batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
         sampler = getattr(batches, "sampler", None)
         if sampler is None or not hasattr(sampler, "generator") or isinstance(loader.dataset, IterableDataset):
@@ -67,6 +70,23 @@ def share_generators(config: Config, loaders: Iterable[Any]) -> None:
         if sampler.generator is None:
             sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         synchronize_rng_states(["generator"], sampler.generator)
+
+
+def by_loader(config: Config, objects: Iterable[Any], asked: Any) -> Config:
+    """The config for loaders of which ``asked``, a ``DataLoaderConfiguration`` or None, leaves something open.
+
+    Then rank 0 reads streams for all, and orders by a seed follow from that of torch's generator, as accelerate has it.
+    """
+    how = config.loaders
+    loaders = [one for one in objects if isinstance(one, DataLoader) and not isinstance(one, Loader)]
+    if not loaders or not isinstance(how, ShardLoaders):
+        return config
+    if how.draws == "seed" and getattr(asked, "data_seed", 0) is None:
+        how = evolve(how, seed=world().from_first(torch.initial_seed()))
+    streams = [isinstance(one.dataset, IterableDataset) and how.to_device for one in loaders]
+    if getattr(asked, "dispatch_batches", None) is not None or group.is_alone() or not any(streams):
+        return evolve(config, loaders=how)
+    return evolve(config, loaders=EachLoader(tuple(evolve(how, dispatch=stream) for stream in streams)))
 
 
 class AcceleratedLoader(Loader):
@@ -151,7 +171,8 @@ def prepare_data_loader(
         draws="seed" if use_seedable_sampler else "sampler",
     )
     config = evolve(config, loaders=loaders, device=config.device if device is None else device.type)
-    return prepared_alone(config, [dataloader]).loaders[0]
+    asked = SimpleNamespace(data_seed=data_seed, dispatch_batches=dispatch_batches)
+    return prepared_alone(by_loader(config, [dataloader], asked), [dataloader]).loaders[0]
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -61,7 +61,9 @@ def refuse_arguments(given: Mapping[str, Any], taken: Sequence[str]) -> None:
 
     Raises ``NotOffered`` for one of accelerate's, and ``TypeError`` with near spellings for one that is nobody's.
     """
-    for name in (name for name, value in given.items() if value is not None):
+    for name, value in ((name, value) for name, value in given.items() if value is not None):
+        if name == "rng_types" and [str(getattr(one, "value", one)) for one in value] == ["generator"]:
+            continue  # which is what it does anyway
         if name in ARGUMENTS:
             raise NotOffered(f"Accelerator({name}=...)", ARGUMENTS[name])
         meant = " or ".join(near(name, (*taken, *ARGUMENTS)))

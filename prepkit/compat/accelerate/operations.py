@@ -25,14 +25,15 @@ def gather(value: Any) -> Any:
 
 
 def reduce(value: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Tensors of equal shape as ``sum``, ``mean`` or ``max`` over the ranks, times ``scale``. Collective."""
+    """Tensors of equal shape as ``sum``, ``mean`` or ``max`` over the ranks; on XLA times ``scale``. Collective."""
     if reduction not in _REDUCTIONS:
         raise NotOffered(f"reduce({reduction!r})", f"write {', '.join(_REDUCTIONS)}")
 
     def reduced(tensor: Tensor) -> Tensor:
         ranks = world()
         total = _REDUCTIONS[reduction](ranks, tensor)
-        factor = scale / ranks.size if reduction == "mean" else scale
+        factor = scale if tensor.device.type == "xla" else 1.0
+        factor = factor / ranks.size if reduction == "mean" else factor
         return (total if factor == 1 else total * factor).to(tensor.device)
 
     return _on_tensors(value, reduced, "reduce", lambda tensor: tuple(tensor.shape))

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from copy import deepcopy
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from attrs import define, evolve, field
@@ -53,6 +54,16 @@ class Preparation:
     optimizers: list[SteppedOptimizer] = field(factory=list)
     passes: Passes = field(factory=lambda: Passes(()))
     """Over all loaders."""
+    made: dict[str, list[Any]] = field(factory=lambda: {kind: [] for kind in KINDS})
+    """What scripts were given, by its kind."""
+    heard: WeakSet[Any] = field(factory=WeakSet)
+    """Loaders whose batches may be in use, be they of an earlier preparation."""
+
+    def anew(self, ticks: int | None, let_go: Collection[torch.nn.Module]) -> Preparation:
+        """Another one: nothing is prepared, and loaders of this one that the script still reads are heard."""
+        other = Preparation(ticks, let_go=let_go, heard=self.heard)
+        other.passes.hear(self.heard, self.passes)
+        return other
 
     @property
     def loop(self) -> AcceleratedLoop:
@@ -117,7 +128,10 @@ class Preparation:
             made["scheduler"].append(SteppedScheduler(scheduler, self.loop, self.optimizers, self.ticks))
             self.beside.append(scheduler)
         following = {kind: iter(values) for kind, values in made.items()}
-        return tuple(next(following[place]) for place in places)
+        outcome = tuple(next(following[place]) for place in places)
+        for place, one in zip(places, outcome, strict=True):
+            self.made.get(place, []).append(one)
+        return outcome
 
     def _place(self, given: Any) -> str:
         return "" if is_prepared(given) or any(given is ready.model for ready in self.models) else place_of(given)
@@ -187,7 +201,11 @@ class Preparation:
             if self.only_loaders is not None:
                 _adopt(ready, self.only_loaders.loaders)
         as_accelerate(ready.loaders)
-        self.passes.add(ready.loaders)
+        self._hears(ready.loaders)
+
+    def _hears(self, loaders: tuple[Any, ...]) -> None:
+        self.passes.add(loaders)
+        self.heard.update(one for one in loaders if isinstance(one, Loader))
 
     def _at_last_batch(self) -> bool:
         """Whether windows end with the batch in use of the loader that was begun last."""
@@ -197,7 +215,7 @@ class Preparation:
         if not loaders:
             return []
         alone = prepared_alone(config, loaders)
-        self.passes.add(alone.loaders)
+        self._hears(alone.loaders)
         if self.all_ready:
             _adopt(self.ready, alone.loaders)
         else:

@@ -161,3 +161,11 @@ def _is_whole(ready: Prepared) -> bool:
 def _weights(ready: Prepared) -> Any:
     """The weights that every rank holds whole, as a hook may write them."""
     return ready.unwrap().state_dict() if _is_whole(ready) else NotGathered()
+
+
+def write_weights(weights: dict[str, Any], folder: Any, size: Any, *, safe: bool) -> None:
+    """Files of so many bytes at most, in safetensors or pickled, as accelerate names them."""
+    from huggingface_hub import save_torch_state_dict
+
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, folder, max_shard_size=size, safe_serialization=safe)
