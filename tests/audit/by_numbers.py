@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 from tests.audit.case import WIDTH, Case, adam, divided, net, rows
 
@@ -123,6 +123,18 @@ def order_by_rank(rank: int, world: int) -> Case:
     model, data = DistributedDataParallel(net()), rows()
     loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, world, rank, seed=rank))
     return Case(model=model, optimizer=adam(model), loaders=(loader,))
+
+
+def parts_drawn_by_rank(rank: int, world: int, *, held: bool = False) -> Case:
+    """A permutation for each rank, of which each takes its part. ``held``: the rows themselves."""
+    model, data = DistributedDataParallel(net()), rows(400)
+    order = torch.randperm(400, generator=torch.Generator().manual_seed(rank))[rank::world]
+    part = TensorDataset(*(one[order] for one in data.tensors)) if held else Subset(data, order.tolist())
+    return Case(model=model, optimizer=adam(model), loaders=(DataLoader(part, batch_size=4, shuffle=True),))
+
+
+def rows_drawn_by_rank(rank: int, world: int) -> Case:
+    return parts_drawn_by_rank(rank, world, held=True)
 
 
 def parts_of_unlike_length(rank: int, world: int) -> Case:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import lr_scheduler as rates
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from tests.audit.by_gradients import averaged_by_hand
 from tests.audit.by_habit import ByItsRank, stream, stream_prepared, undispatched
@@ -147,6 +147,12 @@ def ddp_frozen_first(rank: int, world: int) -> Case:
 def ddp_of_a_subset(rank: int, world: int) -> Case:
     model = ddp(net())
     mine = Subset(rows(), range(rank, 32, world))
+    return Case(model=model, optimizer=adam(model), loaders=(DataLoader(mine, batch_size=4, shuffle=True),))
+
+
+def ddp_of_rows_of_its_own(rank: int, world: int) -> Case:
+    model, order = ddp(net()), torch.randperm(32, generator=torch.Generator().manual_seed(1))[rank::world]
+    mine = TensorDataset(*(one[order] for one in rows().tensors))
     return Case(model=model, optimizer=adam(model), loaders=(DataLoader(mine, batch_size=4, shuffle=True),))
 
 
@@ -428,7 +434,15 @@ _ONE = (
     *(two_optimizers, frozen_in_low_precision, loss_with_a_weight_of_its_own, narrow),
 )
 _TWO = (
-    *(plain_ddp, ddp_frozen_first, ddp_of_a_subset, ddp_with_batch_norm, ddp_compiled, ddp_checkpointed),
+    *(
+        plain_ddp,
+        ddp_frozen_first,
+        ddp_of_a_subset,
+        ddp_of_rows_of_its_own,
+        ddp_with_batch_norm,
+        ddp_compiled,
+        ddp_checkpointed,
+    ),
     *(fsdp1, fsdp1_flat, fsdp1_mixed, fsdp1_checkpointed),
     *(fsdp2, fsdp2_mixed, fsdp2_hybrid, fsdp2_checkpointed_and_compiled, tensor_parallel),
 )

@@ -133,6 +133,8 @@ ERRORS: tuple[PlantedError, ...] = (
     PlantedError(by_numbers.betas_by_rank, "run.ranks-optimizers", "torch", 2, "betas for each rank"),
     PlantedError(by_numbers.scheduler_ticked_on_one_rank, "run.ranks-schedulers", "torch", 2, "one rank ticks"),
     PlantedError(by_numbers.order_by_rank, "run.ranks-orders", "torch", 2, "a sampler's seed for each rank"),
+    PlantedError(by_numbers.parts_drawn_by_rank, "run.shares-overlap", "torch", 2, "a permutation for each rank"),
+    PlantedError(by_numbers.rows_drawn_by_rank, "run.shares-overlap", "torch", 2, "rows of such"),
     PlantedError(by_numbers.parts_of_unlike_length, "run.ranks-batches", "torch", 2, "2 batches beside 6"),
     PlantedError(by_numbers.batches_of_unlike_size, "run.ranks-batches", "torch", 2, "batches of 2 beside 4"),
     PlantedError(by_numbers.no_sync_that_never_ended, "run.averaging-off", "torch", 2, "no_sync() never left"),

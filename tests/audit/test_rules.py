@@ -253,6 +253,14 @@ BROKEN: dict[str, RunFacts] = {
         FINE,
         loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, parts=4),),
     ),
+    "run.shares-overlap": evolve(
+        with_ranks(),
+        loaders=(PreparedLoader(seen=tiny_loader()),),
+        ranks=tuple(
+            evolve(rank, loaders=((1, 0, "", "ab"[rank.rank]),), picks=(("a", (0, 3 + rank.rank)),))
+            for rank in with_ranks().ranks
+        ),
+    ),
     "run.samples-apart": evolve(
         with_ranks(),
         loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2),),

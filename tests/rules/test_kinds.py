@@ -46,7 +46,7 @@ WARNINGS = _ids(
         "ticked-early eval-mode drops-all rate-zero drift-params drift-rate drift-zeroed drift-counts drift-mode "
         "drift-options drift-still drift-unstepped drift-ticks drift-epoch float16-unscaled compiled-idle recompiled "
         "rests-apart trainer-schedule saves-shards mixes-empty stepped-again samples-mix pads-heeded pads-learned "
-        "drops-evaluating shifted loss-bounded parts-overlap reseeded "
+        "drops-evaluating shifted loss-bounded parts-overlap shares-overlap reseeded "
         "others-gradients backward-wasted optimizer-anew module-unheld loaded-itself calls-alike rate-squared "
         "samples-placed reseeded-steps not-called target-given best-aliased loaded-overwritten resumed-part "
         "target-trains term-cancels term-constant divergence-negative ratio-one same-batch classes-blended "

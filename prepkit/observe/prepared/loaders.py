@@ -28,6 +28,12 @@ from prepkit.ranks.world import world
 
 SHOWN = 64
 """Items of a list or elements of a tensor that enter the digest of a data set."""
+MOST_ROWS, COLUMNS = 1 << 18, 16
+"""Rows of tensors, and columns of each, by which a rank's own are known."""
+OWN = 0.98
+"""The part of rows that are like no other, where rows are known by what they hold."""
+MIXES = -7046029254386353131
+"""An odd number of 64 bits, as splitmix64 has it."""
 TEXT = ("input_ids", "labels", "attention_mask")
 """What a text, its labels and its mask are called in transformers."""
 ROWS = 4
@@ -200,11 +206,31 @@ def overlap(alive: list[Any]) -> tuple[int, int, int]:
 
 
 def _picked(data: Any) -> tuple[str, tuple[int, ...]]:
-    """Return a digest of the data set of which it is a part, as of ``random_split``, and its least indices there."""
+    """Return a digest of the data set of which it is a part, as of ``random_split``, and its least indices there.
+
+    Of tensors that are a rank's own the least numbers that stand for its rows, which are the same for the same rows.
+    """
+    if isinstance(data, TensorDataset) and world().size > 1:
+        return "rows", _least_rows(data.tensors)
     if not isinstance(data, Subset) or world().size == 1:
         return "", ()
     indices: Any = data.indices.tolist() if hasattr(data.indices, "tolist") else data.indices
     return _digest(data.dataset), tuple(nsmallest(SHOWN, map(int, indices)))
+
+
+def _least_rows(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Nothing where there are too many rows, or some are the same."""
+    if not tensors or not 0 < len(tensors[0]) <= MOST_ROWS or any(one.is_meta or one.is_complex() for one in tensors):
+        return ()
+    columns = [one.detach().cpu().reshape(len(one), -1) for one in tensors if one.numel()]
+    some = [one[:, :: max(1, one.shape[1] // COLUMNS)][:, :COLUMNS] for one in columns]
+    numbers = torch.cat([one.double() for one in some], 1).contiguous().view(torch.int64)
+    mixed = torch.zeros(len(numbers), dtype=torch.int64)
+    for column in numbers.unbind(1):
+        mixed = (mixed ^ column ^ (column >> 29)) * MIXES  # which wraps around
+        mixed = mixed ^ (mixed >> 31)
+    known = sorted({*mixed.tolist()})
+    return tuple(known[:SHOWN]) if len(known) > OWN * len(mixed) else ()
 
 
 def language_config(module: nn.Module) -> Any:

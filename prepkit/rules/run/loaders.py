@@ -220,6 +220,19 @@ def _orders(facts: RunFacts) -> Iterator[Hit]:
             yield Hit(f"loaders[{index}]", what)
 
 
+def _shares(facts: RunFacts) -> Iterator[Hit]:
+    """Of data sets that each rank has made itself, by their least indices in one, or by their rows."""
+    for index, loader in enumerate(facts.loaders if _readers(facts) > 1 else ()):
+        picks = {rank.tensor_ranks: rank.picks[index] for rank in facts.ranks if index < len(rank.picks)}
+        parts = {first for _, first in picks.values()}
+        one = len({whole for whole, _ in picks.values()}) == 1 and all(parts) and len(parts) == len(picks)
+        least = sorted({at for part in parts for at in part})[: min(map(len, parts), default=0)] if one else []
+        both = sum(sum(at in part for part in parts) > 1 for at in least)
+        if loader.division == "" and both >= MEET * len(least) > 0:
+            what = f"Each rank has made its part of the samples itself, and about {100 * both // len(least)} % of them"
+            yield Hit(f"loaders[{index}]", f"{what} are in several parts: these count more than once, others never.")
+
+
 def _not_read(facts: RunFacts) -> Iterator[Hit]:
     loop = facts.loop
     if loop is None or loop.readers < 2:
@@ -255,6 +268,8 @@ _ALIKE = (
     "and leave it to the sampler or accelerate to divide."
 )
 
+MEET = 0.05
+"""The part of samples that several ranks hold by no chance."""
 APART = 4
 """Steps outside of every pass that are no prefetched batches, and no rest of a window."""
 
@@ -393,6 +408,17 @@ RULES: tuple[Rule, ...] = (
         cost="a share of the one exchange over the ranks that the moment makes",
         fix="Give DistributedSampler the same seed on every rank, and call sampler.set_epoch(epoch) on all of them.",
         source=("torch DistributedSampler",),
+    ),
+    Rule(
+        id="run.shares-overlap",
+        summary="Parts of the data that ranks make themselves have no sample in common.",
+        check=_shares,
+        at=(Moment.AUDIT,),
+        needs=(Need.LOADERS, Need.RANKS),
+        cost="a share of the one exchange over the ranks that the moment makes",
+        fix="Draw one order for all before each takes its part: default_rng(seed).permutation(n)[rank::world].",
+        severity=Severity.WARNING,
+        source=("torch.utils.data.Subset",),
     ),
     Rule(
         id="run.ranks-batches",
