@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 from prepkit.observe.prepared.around import innermost, name_of, nodes_of, outermost, own_frames, parsed
+
+SPLITS = frozenset({"random_split", "train_test_split"})
+SEEDS = frozenset({"manual_seed", "seed", "seed_everything", "set_seed", "fork_rng"})
 
 
 def trains_behind() -> bool:
@@ -53,6 +57,29 @@ def changes_behind() -> bool:
         if any(id(one) in chosen or not done[0] <= one.lineno <= done[1] for one in coming):
             return True
     return False
+
+
+def splits_again() -> str:
+    """Return the line that parts samples by chance anew in each run of a loop, and reads all parts; empty: none does.
+
+    Where the loop makes optimizers anew, as for folds, or seeds what draws the parts, that is meant.
+    """
+    for frame in own_frames():
+        code, tree = frame.f_code, parsed(frame.f_code.co_filename)
+        begin, end = outermost(code, frame.f_lineno)
+        inside = [one for one in nodes_of(tree, ast.Assign, ast.Call, ast.Name) if begin < one.lineno <= end]
+        makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
+        calls = [one for one in inside if isinstance(one, ast.Call)]
+        read = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+        if any(name_of(one) in SEEDS | makers or _makes(one) for one in calls):
+            continue
+        for one in inside:
+            match one:
+                case ast.Assign([ast.Tuple(parts)], ast.Call(keywords=named) as call) if name_of(call) in SPLITS:
+                    chance = all(word.arg != "random_state" for word in named)
+                    if chance and all(isinstance(part, ast.Name) and part.id in read for part in parts):
+                        return f"{Path(code.co_filename).name}:{one.lineno}"
+    return ""
 
 
 def _doing(frame: FrameType, begin: int, does: Callable[[ast.AST], bool]) -> Iterator[ast.Call | ast.Assign]:

@@ -17,7 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from prepkit.auditing.terms import ASKS
-from prepkit.facts.lessons import LessonFacts
+from prepkit.facts.loops import LessonFacts
 from prepkit.objects.names import unwrap_root
 from prepkit.observe.prepared.around import (
     frames_above,

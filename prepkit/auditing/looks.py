@@ -47,7 +47,7 @@ WAITS_S = 10.0
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),
     *("loss-divided", "clipped-late", "clipped-between", "gathered-apart", "unwaited", "loss-kept"),
-    "average-follows",
+    *("average-follows", "evaluated-training"),
     *("skip-kept", "new-tokens-frozen", "judged-alike", "reseeded-steps", "sums-lost", "target-trains"),
     *("drawn-without-graph", "scheduler-elsewhere", "average-itself", "average-buffers", "average-rounds"),
     *("unfrozen-unheld", "merged-trained", "average-stays", "written-away", "rows-alike", "not-averaged"),

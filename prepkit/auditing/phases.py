@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.auditing.coming import makes_optimizer_behind
+from prepkit.auditing.coming import makes_optimizer_behind, splits_again
+from prepkit.auditing.evaluations import Evaluations
 from prepkit.auditing.resumes import Resumes
 from prepkit.facts.phases import LeftBehind, Outlived, PhaseFacts
 from prepkit.objects.alive import alive, alive_of
@@ -225,6 +226,7 @@ class Phases:
 
     weights: PhaseWeights = field(factory=PhaseWeights)
     resumes: Resumes = field(factory=Resumes)
+    evaluations: Evaluations = field(factory=Evaluations)
     _steps: int = 0
     """Of all optimizers."""
     _courses: weakref.WeakKeyDictionary[Any, _Course] = field(factory=weakref.WeakKeyDictionary)
@@ -260,13 +262,15 @@ class Phases:
         """A module is called from outside of any other."""
         self.weights.enters(module)
         self.resumes.enters(module)
+        self.evaluations.enters(module)
 
     def told(self) -> dict[str, Any]:
         """What was heard so far, as a field of ``WindowFacts``."""
         left: dict[str, Any] = {"unheld": tuple(self.weights.unheld), "merged": tuple(self.weights.merged)}
-        left["idle"] = tuple(self.weights.idle)
+        left |= {"idle": tuple(self.weights.idle), "parted": splits_again()}
         left["loose"] = tuple(loose_parameters(self._earlier)) if self._steps == 1 else ()
         left |= {"moments": tuple(self.resumes.moments), "samples": tuple(self.resumes.samples)}
+        left["evaluations"] = self.evaluations.facts()
         return {"phases": PhaseFacts(outlived=tuple(self._outlived), taken_over=self._taken_over(), **left)}
 
     def _made(self, plain: Any, optimizer: Any, *given: Any, **named: Any) -> None:

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.functional import normalize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from prepkit.facts.shares import ShareFacts
+from prepkit.facts.loops import ShareFacts
 from prepkit.objects.local_part import local
 from prepkit.observe.prepared.around import (
     called_by_program,

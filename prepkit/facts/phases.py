@@ -65,6 +65,31 @@ class OtherSamples:
 
 
 @frozen(kw_only=True)
+class WorstKept:
+    """A choice between values of a measure that takes the other end of it than the measure's name says."""
+
+    line: str
+    who: str
+    """What chooses, as the program writes it."""
+    measure: str
+    lower: bool
+    """Whether lower values are better, by the measure's name."""
+    never: str = ""
+    """The value that it begins with, which none is better than; empty: it chooses the wrong end."""
+
+
+@frozen(kw_only=True)
+class EvaluationFacts:
+    """What a program makes of its evaluations."""
+
+    training: tuple[tuple[str, str, str], ...] = ()
+    """Lines that evaluate a model in training mode, its class, and what of it gives other numbers there."""
+    worst: tuple[WorstKept, ...] = ()
+    refitted: tuple[tuple[str, str], ...] = ()
+    """Lines that fit a transform once more, on what validates, and the transform."""
+
+
+@frozen(kw_only=True)
 class PhaseFacts:
     """What several phases of one program do to each other."""
 
@@ -81,3 +106,6 @@ class PhaseFacts:
     """Parameters that get gradients, stand in no module, and that no optimizer holds: names with their holders."""
     moments: tuple[OtherMoments, ...] = ()
     samples: tuple[OtherSamples, ...] = ()
+    evaluations: EvaluationFacts = EvaluationFacts()
+    parted: str = ""
+    """The line that parts the samples anew in each pass, into what trains and what validates; empty: none does."""

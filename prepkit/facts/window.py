@@ -8,11 +8,9 @@ from attrs import frozen
 
 from prepkit.facts.copies import AverageFacts
 from prepkit.facts.inputs import InputFacts
-from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
-from prepkit.facts.loops import TurnFacts
+from prepkit.facts.loops import LessonFacts, ShareFacts, TurnFacts
 from prepkit.facts.phases import PhaseFacts
-from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import TermFacts
 from prepkit.facts.values import BeginningFacts, Following, ValueFacts
 

@@ -238,6 +238,51 @@ def split_twice(rank: int, world: int) -> None:
     parted(lambda data, rest: random_split(data, [20, 12])[1])
 
 
+def validated(model: nn.Module, valid: Dataset[Any]) -> float:
+    with torch.no_grad():
+        return sum(fn.cross_entropy(model(x), y).item() for x, y in DataLoader(valid, batch_size=BATCH))
+
+
+def parted_in_each_pass(rank: int, world: int) -> None:
+    data, model = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES), nn.Linear(6, 5)
+    optimizer = adam(model)
+    for _ in range(2):
+        train, valid = random_split(data, [20, 12])
+        for x, y in DataLoader(train, batch_size=BATCH, shuffle=True):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+        validated(model, valid)
+
+
+def parted_alike_in_each_pass(rank: int, world: int) -> None:
+    data, model = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES), nn.Linear(6, 5)
+    optimizer = adam(model)
+    for _ in range(2):
+        train, valid = random_split(data, [20, 12], generator=torch.Generator().manual_seed(0))
+        for x, y in DataLoader(train, batch_size=BATCH, shuffle=True):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+        validated(model, valid)
+
+
+def parted_for_a_model_of_its_own(rank: int, world: int) -> None:
+    data = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES)
+    for _ in range(2):
+        train, valid = random_split(data, [20, 12])
+        model = nn.Linear(6, 5)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for x, y in DataLoader(train, batch_size=BATCH, shuffle=True):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+        validated(model, valid)
+
+
+def drawn_from_in_each_pass(rank: int, world: int) -> None:
+    data, model = TensorDataset(drawn("normal", len(CLASSES), 6), CLASSES), nn.Linear(6, 5)
+    optimizer = adam(model)
+    for _ in range(2):
+        some, _ = random_split(data, [20, 12])
+        for x, y in DataLoader(some, batch_size=BATCH, shuffle=True):
+            taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
 def validated_on_all(rank: int, world: int) -> None:
     parted(lambda data, rest: data)
 
@@ -317,6 +362,7 @@ def traced_beside(rank: int, world: int) -> None:
 
 RIGHT_LOSSES: tuple[Loop, ...] = (
     *map(Loop, (samples_of_their_own_seeds, samples_without_a_seed, split_once, validated_on_all, ticked_by_pass)),
+    *map(Loop, (parted_alike_in_each_pass, parted_for_a_model_of_its_own, drawn_from_in_each_pass)),
     *map(Loop, (teacher_at_rest, average_that_drops, traced_beside)),
     Loop(autoencoder(scale=0.5)),
     Loop(autoencoder(scale=1, of="deviation")),
@@ -432,6 +478,7 @@ MISGIVEN: tuple[Loop, ...] = (
     Loop(weights_by_class, rule="run.weights-misfit"),
     Loop(samples_of_one_seed, rule="run.reseeded"),
     Loop(split_twice, rule="run.parts-overlap"),
+    Loop(parted_in_each_pass, rule="run.parts-overlap"),
     Loop(passes_ticked_by_batch, rule="run.scheduler-early"),
     Loop(teacher_that_drops, rule="run.frozen-drops"),
 )

@@ -92,6 +92,7 @@ def test_the_table_is_as_large_as_it_was_frozen_and_every_rule_has_an_error_or_a
     behind_the_first_step |= {"merged-trained", "average-stays", "resumed-state", "resumed-samples"}
     behind_the_first_step |= {"average-often", "autocast-stale", "adapter-idle"}
     by_a_text = {"not-called", "resumed-part", "best-aliased", "schedule-idle", "ticked-by-pass", "adapters-frozen"}
+    by_a_text |= {"evaluated-training", "worst-kept", "refitted"}
     by_a_text |= {"result-unused", "order-ranked", "mask-inverted", "mixes-empty", "none-given", "moved-apart"}
     no_such_gradient = {"backend", "gradients-misplaced"}  # torch takes none from Python
     assert without == {f"run.{one}" for one in behind_the_first_step | by_a_text | no_such_gradient}

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from prepkit.codec import from_data, to_data
 from prepkit.facts.copies import AverageFacts, RoundedAway, StandsStill, StaysIn
 from prepkit.facts.inputs import InputFacts, LostSetting, PaddingRead, Rewritten, WrappedAround
-from prepkit.facts.lessons import LessonFacts
 from prepkit.facts.libraries import LibraryFacts
 from prepkit.facts.loop import LoopFacts
-from prepkit.facts.loops import ByPass, TurnFacts
-from prepkit.facts.phases import LeftBehind, OtherMoments, OtherSamples, PhaseFacts
+from prepkit.facts.loops import ByPass, LessonFacts, ShareFacts, TurnFacts
+from prepkit.facts.phases import EvaluationFacts, LeftBehind, OtherMoments, OtherSamples, PhaseFacts, WorstKept
 from prepkit.facts.run import (
     AdapterFacts,
     AppliedFacts,
@@ -37,7 +36,6 @@ from prepkit.facts.run import (
     Unread,
     WrappedModule,
 )
-from prepkit.facts.shares import ShareFacts
 from prepkit.facts.terms import (
     Cancelled,
     ConstantTerm,
@@ -140,6 +138,11 @@ def asked(**found: Any) -> RunFacts:
 def computed(**found: Any) -> RunFacts:
     """Facts with this of what a program computes on the way."""
     return evolve(FINE, window=WindowFacts(values=ValueFacts(**found)))
+
+
+def evaluated(**found: Any) -> RunFacts:
+    """Facts with this of what a program makes of its evaluations."""
+    return evolve(FINE, window=WindowFacts(phases=PhaseFacts(evaluations=EvaluationFacts(**found))))
 
 
 def handed(**found: Any) -> RunFacts:
@@ -464,6 +467,15 @@ BROKEN: dict[str, RunFacts] = {
     "run.merged-trained": evolve(FINE, window=WindowFacts(phases=PhaseFacts(merged=(LEFT,)))),
     "run.resumed-state": evolve(FINE, window=WindowFacts(phases=PhaseFacts(moments=(OTHER_MOMENTS,)))),
     "run.resumed-samples": evolve(FINE, window=WindowFacts(phases=PhaseFacts(samples=(OTHER_SAMPLES,)))),
+    "run.evaluated-training": evaluated(training=(("train.py:9", "Net", "drops elements"),)),
+    "run.worst-kept": evaluated(
+        worst=(
+            WorstKept(line="train.py:9", who="val_acc < best", measure="val_acc", lower=False),
+            WorstKept(line="train.py:9", who="val_acc > best", measure="val_acc", lower=False, never="1000.0"),
+            WorstKept(line="train.py:9", who="loss > best", measure="loss", lower=True),
+        )
+    ),
+    "run.refitted": evaluated(refitted=(("train.py:9", "scaler.fit_transform(x_test)"),)),
     "run.average-buffers": evolve(
         FINE,
         window=WindowFacts(averages=AverageFacts(still=(StandsStill(line="train.py:9", model="Net", norms=3),))),
@@ -489,7 +501,9 @@ BROKEN: dict[str, RunFacts] = {
     "run.norm-momentum": began(keeps=(("1", 0.99), ("5", 0.99))),
     "run.layer-repeated": began(repeated=(("blocks", "Block", 4, "train.py:9"),)),
     "run.state-carried": evolve(FINE, window=WindowFacts(carried=(("LSTM", "train.py:9", "RandomSampler"),))),
-    "run.parts-overlap": evolve(FINE, window=WindowFacts(overlap=(240, 60, 53))),
+    "run.parts-overlap": evolve(
+        FINE, window=WindowFacts(overlap=(240, 60, 53), phases=PhaseFacts(parted="train.py:9"))
+    ),
     "run.reseeded": evolve(
         FINE,
         loaders=(PreparedLoader(seen=tiny_loader(), division="sampler", replicas=2, reseeds=("torch.manual_seed",)),),

@@ -61,7 +61,8 @@ WARNINGS = _ids(
         "skip-kept new-tokens-frozen judged-alike average-itself "
         "term-overwritten average-buffers average-rounds average-stays transform-shared unfrozen-unheld merged-trained "
         "resumed-state resumed-samples samples-apart "
-        "average-often autocast-stale adapter-idle cut-otherwise parts-alike result-unused order-ranked mask-inverted",
+        "average-often autocast-stale adapter-idle cut-otherwise parts-alike result-unused order-ranked mask-inverted "
+        "evaluated-training worst-kept refitted",
     }
 )
 """What is said, and refuses nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prepkit.facts.lessons import LessonFacts
+from prepkit.facts.loops import LessonFacts
 from prepkit.facts.run import RunFacts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Moment, Rule

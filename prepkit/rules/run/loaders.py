@@ -106,6 +106,9 @@ def _overlaps(facts: RunFacts) -> Iterator[Hit]:
     if both:
         what = f"Two loaders take {one} and {other} samples of one data set, and {both} of them are the same"
         yield Hit("loaders", f"{what}: what validates was trained on.")
+    if facts.window is not None and (line := facts.window.phases.parted):
+        what = f"{line} parts the samples anew in each pass, and what trains goes on"
+        yield Hit("loaders", f"{what}: from the second pass on most of what validates was trained on before.")
 
 
 def _reseeds(facts: RunFacts) -> Iterator[Hit]:

@@ -1,4 +1,4 @@
-"""What several phases of one program do to each other: what is unfrozen, merged, or gone on with."""
+"""What several phases of one program do to each other: what is evaluated, unfrozen, merged, or gone on with."""
 
 from __future__ import annotations
 
@@ -58,6 +58,30 @@ def _other_samples(facts: RunFacts) -> Iterator[Hit]:
         yield Hit(one.line or "loader", f"{left} {what}")
 
 
+def _training(facts: RunFacts) -> Iterator[Hit]:
+    for line, model, why in _phases(facts).evaluations.training:
+        yield Hit(line, f"It evaluates {model} in training mode, which {why}: what is measured is another model.")
+
+
+def _worst(facts: RunFacts) -> Iterator[Hit]:
+    for one in _phases(facts).evaluations.worst:
+        better = "lower" if one.lower else "higher"
+        if one.never:
+            yield Hit(
+                one.line, f"`{one.who}` begins with {one.never}, and no `{one.measure}` is {better}: none is kept."
+            )
+        else:
+            what = f"`{one.who}` takes {'higher' if one.lower else 'lower'} values for better"
+            yield Hit(one.line, f"{what}, and of `{one.measure}` the {better} one is: what is worse is kept.")
+
+
+def _refitted(facts: RunFacts) -> Iterator[Hit]:
+    for line, what in _phases(facts).evaluations.refitted:
+        yield Hit(
+            line, f"`{what}` fits once more, on what validates, which is then no longer what the model was taught."
+        )
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         id="run.unfrozen-unheld",
@@ -105,6 +129,37 @@ RULES: tuple[Rule, ...] = (
         "and pass over as many batches as it had given.",
         severity=Severity.WARNING,
         source=("torch DistributedSampler.set_epoch", "accelerate skip_first_batches"),
+    ),
+    Rule(
+        id="run.evaluated-training",
+        summary="A model that is evaluated is in evaluation mode.",
+        check=_training,
+        at=(Moment.AUDIT,),
+        fix="Call model.eval() before it is evaluated, and model.train() behind that.",
+        severity=Severity.WARNING,
+    ),
+    Rule(
+        id="run.worst-kept",
+        summary="What is kept for the best is better by the measure's own name.",
+        check=_worst,
+        at=(Moment.AUDIT,),
+        fix="Turn the comparison round: mode='min' and < float('inf') for losses and errors, mode='max' and "
+        "> -float('inf') for accuracies, greater_is_better=False for what is an error.",
+        severity=Severity.WARNING,
+        source=(
+            "torch.optim.lr_scheduler.ReduceLROnPlateau",
+            "Lightning ModelCheckpoint, EarlyStopping",
+            "transformers TrainingArguments.greater_is_better",
+        ),
+    ),
+    Rule(
+        id="run.refitted",
+        summary="A transform is fitted once, on what is trained on.",
+        check=_refitted,
+        at=(Moment.AUDIT,),
+        fix="Write scaler.transform(...) of what validates.",
+        severity=Severity.WARNING,
+        source=("sklearn fit_transform",),
     ),
 )
 """Reporting order."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prepkit.facts.loops import ShareFacts
 from prepkit.facts.run import RunFacts
-from prepkit.facts.shares import ShareFacts
 from prepkit.findings import Severity
 from prepkit.rules.rule import Hit, Moment, Rule
 
