@@ -27,7 +27,7 @@ from prepkit.auditing.looks import (
 from prepkit.auditing.outcome import Audit
 from prepkit.auditing.window import Window
 from prepkit.findings import Finding
-from prepkit.objects.names import sites
+from prepkit.objects.names import named_parameters, sites
 from prepkit.observe.prepared.modules import elsewhere
 from prepkit.observe.prepared.optimizers import engines, inner, lent, named_as_program
 from prepkit.observe.prepared.ranks import resting_apart, tied_over_stages
@@ -57,9 +57,11 @@ def audit_step(
     called = [] if window is None else window.called()
     model = _meant(optimizer, roots, called, alive) or _model_of(optimizer, roots)
     over = () if window is None else window.phases.over()
-    optimizers = [optimizer, *(one for one in _beside(optimizer, alive, model) if not _rests_behind(one, over, model))]
+    optimizers = [optimizer, *(one for one in _beside(optimizer, alive, model) if one not in over)]
     scheduler = _scheduler(optimizers, alive) or next((one.lr_scheduler for one in engines(model)), None)
     heard = None if window is None else window.facts(alive, model, inner(scheduler), optimizer)
+    if heard is not None:
+        heard = evolve(heard, phases=evolve(heard.phases, stepped=tuple(_stepped(over, model))))
     if heard is not None and window is not None and ask_ranks and world().carries_data and not heard.communicates:
         heard = evolve(heard, rests_apart=resting_apart(_beside_model(model, window.entered())))
     if heard is not None and window is not None and ask_ranks and world().carries_data:
@@ -208,11 +210,10 @@ def _beside(optimizer: Any, alive: list[Any], model: nn.Module) -> list[Any]:
     ]
 
 
-def _rests_behind(optimizer: Any, over: Collection[Any], model: nn.Module) -> bool:
-    """Whether its training is over, and what the model has of it was frozen behind it: that is nobody's turn now."""
-    mine = {id(param) for param in model.parameters()}
-    held = (param for group in optimizer.param_groups for param in group["params"] if id(param) in mine)
-    return optimizer in over and not any(param.requires_grad for param in held)
+def _stepped(over: Collection[Any], model: nn.Module) -> Iterator[str]:
+    """Yield parameters of a model that optimizers hold whose training is over: that is nobody's turn now."""
+    held = {id(param) for one in over for group in one.param_groups for param in group["params"]}
+    yield from (name for name, param in named_parameters(model).items() if id(param) in held)
 
 
 def _scheduler(optimizers: list[Any], alive: list[Any]) -> Any:

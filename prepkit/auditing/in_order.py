@@ -69,8 +69,10 @@ def mispaired(samples: Sequence[Any], batch: Any) -> tuple[str, str] | None:
 def _fields(samples: Sequence[Any]) -> dict[str, list[Tensor]]:
     """What each sample has of one kind, by its place or key, as flat numbers."""
     first: Any = samples[0] if samples else None
-    keys = [*first] if isinstance(first, dict) else [*range(len(first))] if isinstance(first, tuple | list) else []
-    if any(type(one) is not type(first) or len(one) != len(keys) for one in samples) or len(keys) > MOST_LEAVES:
+    if not isinstance(first, dict | tuple | list) or len(first) > MOST_LEAVES:
+        return {}
+    keys = [*first] if isinstance(first, dict) else [*range(len(first))]
+    if any(type(one) is not type(first) or len(one) != len(keys) for one in samples):
         return {}
     found = {}
     for key in keys:

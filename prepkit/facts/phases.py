@@ -94,6 +94,8 @@ class PhaseFacts:
     """What several phases of one program do to each other."""
 
     outlived: tuple[Outlived, ...] = ()
+    stepped: tuple[str, ...] = ()
+    """Where a training of its own begins, the parameters that optimizers have stepped in loops that have ended."""
     taken_over: bool = False
     """Whether an optimizer that holds parameters of the first one has stepped since that one did."""
     unheld: tuple[LeftBehind, ...] = ()

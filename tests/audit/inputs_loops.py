@@ -412,6 +412,25 @@ def collated(how: str, *, named: bool = False) -> Callable[[], None]:
     return run
 
 
+class Measured:
+    """A sample of a class of the program's own."""
+
+    def __init__(self, x: Tensor, y: int) -> None:
+        self.x, self.y = x, y
+
+
+def samples_of_a_class() -> None:
+    held: Any = [Measured(torch.randn(6), at % 3) for at in range(64)]
+    model = nn.Linear(6, 3)
+    optimizer = adam(model)
+
+    def together(samples: list[Measured]) -> tuple[Tensor, Tensor]:
+        return torch.stack([one.x for one in samples]), torch.tensor([one.y for one in samples])
+
+    for x, y in DataLoader(held, 16, shuffle=True, collate_fn=together):
+        taken(model, optimizer, fn.cross_entropy(model(x), y))
+
+
 def some_rows() -> Tensor:
     return torch.randn(64, 2, 8)
 
@@ -743,6 +762,7 @@ RIGHT_INPUTS: tuple[Loop, ...] = (
     right("sorted_and_back", collated("back")),
     right("labels_mixed_by_lot", collated("mixed")),
     right("not_sorted", collated("not")),
+    right("samples_of_a_class", samples_of_a_class),
     right("items_from_one", rated(least=1)),
     right("unknown_items_of_several_columns", rated(columns=True)),
     right("visits_from_one", visited(least=1)),

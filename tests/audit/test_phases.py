@@ -157,6 +157,32 @@ def test_a_second_training_is_looked_at_and_named() -> None:
     assert said(two_trainings(second="holds another"), 50) != []
 
 
+def tuned_behind(clears: bool) -> Train:
+    """All is trained, then a part, with more behind it, by another optimizer; the rest is frozen, with its gradients."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = net()
+        whole = torch.optim.Adam(model.parameters(), 1e-3)
+        for _ in range(5):
+            learn(model, whole)
+        model[0].requires_grad_(requires_grad=False)
+        if clears:
+            model.zero_grad()
+        model.append(nn.Linear(3, 3))
+        part = torch.optim.SGD([*model[3].parameters(), *model[4].parameters()], 0.01)
+        for _ in range(5):
+            learn(model, part)
+        assert whole.state
+
+    return train
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_is_tuned_behind_a_first_training_is_stepped_once(clears: bool) -> None:
+    assert said(tuned_behind(clears), 20) == []
+
+
 def one_optimizer_twice(*, between: str) -> Train:
     """Two trainings of one model by one optimizer; ``between``: what is done before the second."""
 

@@ -181,7 +181,8 @@ def _misses(facts: RunFacts) -> Iterator[Hit]:
         yield from _put_in(facts)
         return
     untouched = facts.window.untouched if facts.window is not None else frozenset[str]()  # of a later task
-    missed = tuple(name for name in _missed(facts) if name not in untouched)
+    before = facts.window.phases.stepped if facts.window is not None else ()  # which a second training may leave
+    missed = tuple(name for name in _missed(facts) if name not in untouched and name not in before)
     if not facts.optimizers or not missed or any(one.orphans for one in facts.optimizers):
         return
     if len({rank.held for rank in facts.ranks}) > 1:  # each steps a part, and may send it to the others
