@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 
@@ -67,19 +68,32 @@ def splits_again() -> str:
     for frame in own_frames():
         code, tree = frame.f_code, parsed(frame.f_code.co_filename)
         begin, end = outermost(code, frame.f_lineno)
-        inside = [one for one in nodes_of(tree, ast.Assign, ast.Call, ast.Name) if begin < one.lineno <= end]
-        makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
-        calls = [one for one in inside if isinstance(one, ast.Call)]
-        read = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-        if any(name_of(one) in SEEDS | makers or _makes(one) for one in calls):
-            continue
-        for one in inside:
-            match one:
-                case ast.Assign([ast.Tuple(parts)], ast.Call(keywords=named) as call) if name_of(call) in SPLITS:
-                    chance = all(word.arg != "random_state" for word in named)
-                    if chance and all(isinstance(part, ast.Name) and part.id in read for part in parts):
-                        return f"{Path(code.co_filename).name}:{one.lineno}"
+        lines = [line for line in _splits(tree) if begin < line <= end]
+        if lines and not any(begin < line <= end for line in _anew(tree)):
+            return f"{Path(code.co_filename).name}:{lines[0]}"
     return ""
+
+
+@lru_cache(maxsize=16)  # it is asked before each step
+def _splits(tree: ast.AST) -> tuple[int, ...]:
+    """Lines that part samples by chance, where each part has a name that is read."""
+    read = {one.id for one in nodes_of(tree, ast.Name) if isinstance(one.ctx, ast.Load)}
+    found = []
+    for one in nodes_of(tree, ast.Assign):
+        match one:
+            case ast.Assign([ast.Tuple(parts)], ast.Call(keywords=named) as call) if name_of(call) in SPLITS:
+                chance = all(word.arg != "random_state" for word in named)
+                if chance and all(isinstance(part, ast.Name) and part.id in read for part in parts):
+                    found.append(one.lineno)
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _anew(tree: ast.AST) -> tuple[int, ...]:
+    """Lines that seed, make an optimizer, or call a function that makes one."""
+    makers = {one.name for one in nodes_of(tree, ast.FunctionDef) if any(map(_makes, _calls_in(one)))}
+    calls = nodes_of(tree, ast.Call)
+    return tuple(one.lineno for one in calls if name_of(one) in SEEDS | makers or _makes(one))
 
 
 def _doing(frame: FrameType, begin: int, does: Callable[[ast.AST], bool]) -> Iterator[ast.Call | ast.Assign]:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import nn
 
 from prepkit.facts.phases import EvaluationFacts, WorstKept
@@ -57,6 +57,7 @@ class Evaluations:
     """Is told of calls of models by ``enters``."""
 
     training: dict[tuple[str, str, str], None] = field(factory=dict)
+    _said: EvaluationFacts | None = None
 
     def enters(self, module: nn.Module, *_: Any) -> None:
         """A model is called from outside of any other."""
@@ -68,13 +69,14 @@ class Evaluations:
                 self.training[(line, type(inside).__name__, why)] = None
 
     def facts(self) -> EvaluationFacts:
-        """What was heard so far, and what the program's text says."""
-        trees = {Path(one).name: parsed(one) for one in texts_of_program()}
-        return EvaluationFacts(
-            training=tuple(self.training),
-            worst=tuple(found for name, tree in trees.items() for found in _worst(tree, name)),
-            refitted=tuple(found for name, tree in trees.items() for found in _refitted(tree, name)),
-        )
+        """What was heard so far, and what the program's text says, which is read once."""
+        if self._said is None:
+            trees = {Path(one).name: parsed(one) for one in texts_of_program()}
+            self._said = EvaluationFacts(
+                worst=tuple(found for name, tree in trees.items() for found in _worst(tree, name)),
+                refitted=tuple(found for name, tree in trees.items() for found in _refitted(tree, name)),
+            )
+        return evolve(self._said, training=tuple(self.training))
 
 
 # --- a model that trains while it is evaluated ---
@@ -148,7 +150,6 @@ def _words(name: str) -> frozenset[str]:
 # --- what is taken for the best ---
 
 
-@lru_cache(maxsize=16)
 def _worst(tree: ast.AST, file: str) -> tuple[WorstKept, ...]:
     calls = nodes_of(tree, ast.Call)
     made = {ast.unparse(one.targets[0]): one.value for one in nodes_of(tree, ast.Assign)}
@@ -281,7 +282,6 @@ def _of_trainer(call: ast.Call) -> Iterator[tuple[str, str, bool]]:
 # --- what is fitted on what validates ---
 
 
-@lru_cache(maxsize=16)
 def _refitted(tree: ast.AST, file: str) -> Iterable[tuple[str, str]]:
     """Lines that fit once more, on what validates, what was fitted on something else before."""
     fitted: dict[str, str] = {}

@@ -42,7 +42,7 @@ FIRST = "its first optimizer step"
 ALONE = "before its first step alone"
 BEHIND = "Behind the first step"
 NEVER = 1 << 62
-WAITS_S = 10.0
+WAITS_S = 20.0
 """Time that the rest of a first training may take, where another is to be looked at behind it."""
 LATER = (
     *("others-gradients", "backward-wasted", "optimizer-anew", "loaded-itself", "state-carried", "ratio-one"),

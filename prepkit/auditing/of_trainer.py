@@ -118,9 +118,13 @@ def _read(node: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def _written(node: ast.AST) -> Iterator[str]:
-    """Yield the constants under which something is written, as a collator makes a column anew."""
+    """Yield the constants under which something is written that is not read under them, as what is made anew."""
     for one in ast.walk(node):
-        keys: list[Any] = one.keys if isinstance(one, ast.Dict) else []
-        if isinstance(one, ast.Subscript) and isinstance(one.ctx, ast.Store):
-            keys = [one.slice]
-        yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+        pairs: list[tuple[Any, ast.AST]] = (
+            [*zip(one.keys, one.values, strict=True)] if isinstance(one, ast.Dict) else []
+        )
+        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Subscript):
+            pairs = [(one.targets[0].slice, one.value)]
+        for key, value in pairs:
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                yield from (() if key.value in {name for name, _ in _read(value)} else (key.value,))

@@ -158,7 +158,7 @@ def test_a_second_training_is_looked_at_and_named() -> None:
 
 
 def tuned_behind(clears: bool) -> Train:
-    """All is trained, then a part, with more behind it, by another optimizer; the rest is frozen, with its gradients."""
+    """All is trained, then a part, with more behind it, by another optimizer; the rest keeps its gradients, frozen."""
 
     def train() -> None:
         torch.manual_seed(0)
