@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any, TypeGuard
 
 import torch
@@ -64,7 +64,9 @@ class Evaluations:
         inside = unwrap_root(module)[-1]
         if module.training and inside.training and (why := _varies(inside)):
             frames = own_frames()
-            if any(_evaluates(one, innermost=at == 0) for at, one in enumerate(frames)):
+            graph = torch.is_grad_enabled()
+            places = [(one.f_code, one.f_lineno) for one in frames]
+            if any(_evaluates(*one, innermost=one is places[0], with_graph=graph) for one in places):
                 line = f"{Path(frames[0].f_code.co_filename).name}:{frames[0].f_lineno}"
                 self.training[(line, type(inside).__name__, why)] = None
 
@@ -90,15 +92,16 @@ def _varies(model: nn.Module) -> str:
     return "takes the means of the batch, and keeps them" if any(one.track_running_stats for one in norms) else ""
 
 
-def _evaluates(frame: FrameType, *, innermost: bool) -> bool:
-    """Return whether a frame stands in an evaluation by the names of its function, its loop or its line."""
-    code, tree, line = frame.f_code, parsed(frame.f_code.co_filename), frame.f_lineno
+@lru_cache(maxsize=1024)  # it is asked at each call
+def _evaluates(code: CodeType, line: int, *, innermost: bool, with_graph: bool) -> bool:
+    """Return whether a line stands in an evaluation by the names of its function, its loop or, innermost, its own."""
+    tree = parsed(code.co_filename)
     begin, end = loop_around(code, line)
     loops = [one for one in nodes_of(tree, ast.For) if one.lineno == begin and one.end_lineno == end]
     if any(map(_repeats, loops)):
         return False  # drawn several times, as for its spread
     bodies: list[ast.AST] = [one for one in loops if _says(one.iter, bare=True)]
-    if not torch.is_grad_enabled():
+    if not with_graph:
         bodies += [one for one in nodes_of(tree, ast.FunctionDef) if _is_of(one, code.co_firstlineno, line)]
         lines = nodes_of(tree, ast.Assign, ast.Expr, ast.AugAssign) if innermost else ()
         bodies += [one for one in lines if _stands(one, line)]
@@ -185,7 +188,8 @@ def _kept(tree: ast.AST, file: str) -> Iterator[WorstKept]:
                 continue
             keeps_lower = below is (value == ast.unparse(left))
             first = _first(tree, name)
-            lower = _is_lower(value) if _is_lower(value) is not None else _is_lower(name)
+            told = "-" in value or _words(value) & (LOWER | HIGHER | TURNED)
+            lower = _is_lower(value if told else name)
             who = ast.unparse(test)
             if lower is not None and lower is not keeps_lower:
                 yield WorstKept(line=f"{file}:{one.lineno}", who=who, measure=value, lower=lower)

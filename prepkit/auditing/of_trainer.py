@@ -118,13 +118,14 @@ def _read(node: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def _written(node: ast.AST) -> Iterator[str]:
-    """Yield the constants under which something is written that is not read under them, as what is made anew."""
+    """Yield the constants under which a column is made anew: of what was not read under the same one."""
+    pairs: list[tuple[ast.AST | None, ast.AST]] = []
     for one in ast.walk(node):
-        pairs: list[tuple[Any, ast.AST]] = (
-            [*zip(one.keys, one.values, strict=True)] if isinstance(one, ast.Dict) else []
-        )
-        if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Subscript):
-            pairs = [(one.targets[0].slice, one.value)]
-        for key, value in pairs:
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                yield from (() if key.value in {name for name, _ in _read(value)} else (key.value,))
+        match one:
+            case ast.Dict(keys, values):
+                pairs += zip(keys, values, strict=True)
+            case ast.Assign(targets, value):
+                pairs += [(one.slice, value) for one in targets if isinstance(one, ast.Subscript)]
+    for key, made in pairs:
+        if isinstance(key, ast.Constant) and key.value not in {name for name, _ in _read(made)}:
+            yield str(key.value)

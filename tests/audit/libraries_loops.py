@@ -185,6 +185,18 @@ def weights_made_by_the_collator(rank: int, world: int) -> None:
     weighed(collator=collate)
 
 
+def weights_passed_on(rank: int, world: int) -> None:
+    from transformers import default_data_collator
+
+    def collate(samples: Any) -> Any:
+        batch = default_data_collator(samples)
+        if "weight" in samples[0]:
+            batch["weight"] = torch.tensor([one["weight"] for one in samples])
+        return batch
+
+    weighed(collator=collate)
+
+
 def smoothed(*, by_count: bool, micros: int = 2) -> None:
     """A loss of the program's own over micro-batches; ``by_count``: divided by the tokens of all of them."""
     from transformers import Trainer, TrainingArguments
@@ -339,7 +351,7 @@ WRONG_ASKED: tuple[Loop, ...] = (
     Loop(engine_stepped_by_count, "deepspeed", 2, rule="run.engine-gated"),
     Loop(begun_by_other_weights, "deepspeed", 2, rule="run.masters-apart"),
     Loop(called_past_autocast, "accelerate", rule="run.autocast-unused"),
-    Loop(weights_left_out, "transformers", rule="run.column-dropped"),
+    *(Loop(run, "transformers", rule="run.column-dropped") for run in (weights_left_out, weights_passed_on)),
     Loop(nobody_divides, "transformers", rule="run.trainer-undivided"),
     Loop(a_function_gives_means, "transformers", rule="run.trainer-undivided"),
     Loop(the_model_divides_nothing, "transformers", rule="run.trainer-undivided"),

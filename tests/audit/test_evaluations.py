@@ -91,6 +91,7 @@ LEARNED_FROM = """    val_acc = 0.5
         fn.cross_entropy(model(a), b).backward()
         optimizer.step()
 """
+FIRST = ("best = 0.0", "best_loss = -9.0")
 FORGETS = ("    model.eval()\n", "")
 
 
@@ -120,6 +121,7 @@ FORGETS = ("    model.eval()\n", "")
         (changed(("measured", "val_loss"), ("< self", "> self")), "worst-kept at train.py:18: `val_loss > self.best`"),
         (changed(("measured", "val_loss")), ""),
         (changed(("measured", "neg_loss"), ("< self", "> self")), ""),
+        (changed(("val_acc > best", "-val_loss > best_loss"), ("best = val_acc", "best_loss = -val_loss"), FIRST), ""),
         (changed(("measured", "loss"), ("< self", "> self"), ("self.best", "self.worst")), ""),
     ],
 )
